@@ -1,0 +1,5 @@
+"""`python -m krnl` is `krnl`."""
+
+from krnl.cli import main
+
+main()

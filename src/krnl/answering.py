@@ -1,0 +1,88 @@
+"""`krnl generate`: from options to printed answers."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from krnl.data.rows import Chat, read_rows
+from krnl.data.template import Message
+from krnl.data.tokenizer import Tokenizer
+from krnl.devices import activation_type, open_backend
+from krnl.errors import ConfigError, DataError
+from krnl.generate import Answer, Request, Sampling, answer_all, open_generator
+from krnl.model import Model
+from krnl.options import GenerateOptions
+
+
+def answer(options: GenerateOptions) -> None:
+    """Prints answers to standard output: a single one as it grows, several in the order of their prompts."""
+    if (options.prompt is None) == (options.messages is None):
+        raise ConfigError("Give either a prompt or --messages FILE.jsonl.")
+    if options.answer_last and options.messages is None:
+        raise ConfigError("answer_last concerns the conversations of --messages.")
+    sampling = Sampling(options.temperature, options.top_p, options.seed)
+    model = Model.open(options.model)
+    adapter = model.read_adapter(Path(options.adapter).expanduser()) if options.adapter else None
+    if options.prompt is not None:
+        prompts = [prompt_ids(model.tokenizer, options.prompt, options.raw)]
+    else:
+        assert options.messages is not None
+        prompts = conversation_ids(model.tokenizer, Path(options.messages), options.answer_last)
+    request = Request(prompts, options.max_tokens, sampling)
+    backend = open_backend(options.device)
+    activation = activation_type(backend, options.precision)
+    generator = open_generator(model, adapter, backend, activation, request)
+    live = len(prompts) == 1 and not options.json
+    finished: dict[int, Answer] = {}
+    printed = 0
+    for number, piece, whole in answer_all(generator, model, request):
+        if live:
+            print(piece, end="", flush=True)
+        if whole is not None:
+            finished[number] = whole
+        while not live and printed in finished:
+            _print(finished.pop(printed), options.json)
+            printed += 1
+    if live:
+        print()
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> np.ndarray:
+    """Token ids of a prompt: as a user's turn if the tokenizer has a chat template, unless it is `raw`."""
+    if tokenizer.has_template and not raw:
+        return _chat_ids(tokenizer, [{"role": "user", "content": prompt}], None)
+    return tokenizer.encode(prompt).ids
+
+
+def conversation_ids(tokenizer: Tokenizer, path: Path, answer_last: bool) -> list[np.ndarray]:
+    """Token ids of every conversation in a file, up to where the assistant answers. DataError names the line of one that
+    does not end with somebody else's turn."""
+    prompts = []
+    for row in read_rows(path):
+        if not isinstance(row, Chat):
+            raise DataError(f"{row.where} is not a conversation: it needs a 'messages' list.")
+        messages = list(row.messages)
+        if answer_last:
+            if messages[-1]["role"] != "assistant":
+                raise DataError(f"{row.where} does not end with an assistant's turn, which --answer-last leaves out.")
+            messages.pop()
+        if not messages or messages[-1]["role"] == "assistant":
+            raise DataError(f"{row.where} leaves nothing to answer: its last turn is the assistant's. Give --answer-last to answer it anew.")
+        prompts.append(_chat_ids(tokenizer, messages, row.tools))
+    return prompts
+
+
+def _chat_ids(tokenizer: Tokenizer, messages: list[Message], tools: object) -> np.ndarray:
+    text = tokenizer.render(messages, add_generation_prompt=True, tools=tools)  # type: ignore[arg-type]
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _print(whole: Answer, as_json: bool) -> None:
+    if as_json:
+        line = {"answer": whole.text, "tokens": whole.tokens, "stopped": whole.stopped}
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+    else:
+        print(whole.text, flush=True)
+    sys.stdout.flush()

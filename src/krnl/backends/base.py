@@ -1,0 +1,52 @@
+"""What a device must be able to do: six methods."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from krnl.dtypes import DType
+from krnl.plan.arena import Layout, Plan
+from krnl.plan.buffer import Buffer
+from krnl.plan.lower import Table
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device has. Bytes, except where said."""
+
+    memory: int  # what may be used at all
+    largest_block: int  # one allocation
+    scratch: int  # what the engine itself holds beside the plan
+    activations: tuple[DType, ...]  # types it computes in, the preferred one first
+    threads: int  # host threads that it uses
+
+
+class Memory(Protocol):
+    """The allocated blocks of a layout."""
+
+    def write(self, buffer: Buffer, values: np.ndarray) -> None:
+        """Copies values, rounded to the buffer's type, into a buffer or view."""
+
+    def read(self, buffer: Buffer) -> np.ndarray:
+        """A copy in the buffer's type, after everything enqueued has run: the only synchronisation point."""
+
+
+class Program(Protocol):
+    """A compiled plan."""
+
+    def run(self) -> None:
+        """Enqueues one replay."""
+
+    def time(self) -> list[float]:
+        """Runs the dispatches one by one; seconds of each. The profiler's only source."""
+
+
+class Backend(Protocol):
+    name: str
+    limits: Limits
+    kernels: Table
+
+    def allocate(self, layout: Layout) -> Memory: ...
+
+    def compile(self, plan: Plan, memory: Memory) -> Program: ...

@@ -1,0 +1,177 @@
+"""The command line. Each command imports what it needs when it runs, so that `krnl --help` answers at once."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from krnl.errors import BackendError, ConfigError, KrnlError, TrainingError
+
+if TYPE_CHECKING:
+    from krnl.train.config import TrainConfig
+
+HELP = """usage: krnl COMMAND [OPTIONS]
+
+KRNL fine-tunes large language models with LoRA on the machine you have.
+
+commands:
+  train     fine-tune a model               krnl train examples/storyteller/train.yaml
+  plan      memory and work of a run        krnl plan MODEL --tokens 2048
+  generate  continue a prompt               krnl generate MODEL --adapter DIR "Tell me a story."
+  merge     fold an adapter into its model  krnl merge MODEL ADAPTER OUT
+  doctor    check this machine
+
+`krnl COMMAND --help` lists the options of a command. `krnl --version` prints the version.
+"""
+
+
+def main() -> None:
+    """Entry point: exits with 0, with 2 for a user's mistake, 1 for a failure, 130 after Ctrl-C."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command line; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from krnl import __version__
+
+        print(f"krnl {__version__}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        import difflib
+
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        return _complain(f"There is no command '{arguments[0]}'.{hint} `krnl --help` lists them.", 2)
+    try:
+        return command(arguments[1:])
+    except (BackendError, TrainingError) as error:
+        return _complain(str(error), 1)
+    except KrnlError as error:
+        return _complain(str(error), 2)
+    except KeyboardInterrupt:
+        return _complain("Stopped.", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has gone; there is nobody to tell
+        return 0
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"krnl: {message}", file=sys.stderr)
+    return code
+
+
+def _parse(kind: type, name: str, arguments: list[str], default: Any = None) -> Any:
+    """Flags of a dataclass's fields. Unknown flags and wrong values end the program with code 2."""
+    import tyro
+
+    return tyro.cli(kind, prog=f"krnl {name}", args=arguments, default=default)
+
+
+def _settings(name: str, arguments: list[str]) -> "TrainConfig":
+    """TrainConfig from an optional YAML file and flags, which win."""
+    from krnl.train.config import TrainConfig, from_yaml
+
+    default = TrainConfig()
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        default, arguments = from_yaml(Path(arguments[0])), arguments[1:]
+    elif arguments and not arguments[0].startswith("-"):
+        raise ConfigError(f"'{arguments[0]}' is neither a .yaml file nor a flag; a model is given as --model.")
+    settings: TrainConfig = _parse(TrainConfig, name, arguments, default)
+    return settings
+
+
+def train(arguments: list[str]) -> int:
+    """krnl train [FILE.yaml] [flags]"""
+    config = _settings("train", arguments)
+    from rich.console import Console
+
+    from krnl.train.loop import Interrupted
+    from krnl.train.loop import train as run_training
+
+    console = Console()
+    try:
+        result = run_training(config, console)
+    except Interrupted as interrupted:
+        return _complain(str(interrupted), 130)
+    if result is not None:
+        console.print(result.describe(), highlight=False)
+    return 0
+
+
+def plan(arguments: list[str]) -> int:
+    """krnl plan [MODEL] [FILE.yaml] [flags of train] [--dispatches]"""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from krnl.devices import activation_type, open_backend
+    from krnl.planning import plan_run, print_plan
+
+    every = "--dispatches" in arguments
+    arguments = [a for a in arguments if a != "--dispatches"]
+    model = None
+    if arguments and not arguments[0].startswith("-") and not arguments[0].endswith((".yaml", ".yml")):
+        model, arguments = arguments[0], arguments[1:]
+    config = _settings("plan", arguments)
+    if model is not None:
+        config = replace(config, model=model)
+    config = replace(config, data=config.data or "unused").check()
+    backend = open_backend(config.device)
+    print_plan(plan_run(config, backend, activation_type(backend, config.precision)), Console(), every)
+    return 0
+
+
+def generate(arguments: list[str]) -> int:
+    """krnl generate MODEL [PROMPT] [flags]"""
+    from krnl.options import GenerateOptions
+
+    options = _parse(GenerateOptions, "generate", arguments)
+    from krnl.answering import answer
+
+    answer(options)
+    return 0
+
+
+def merge(arguments: list[str]) -> int:
+    """krnl merge MODEL ADAPTER OUT"""
+    from krnl.options import MergeOptions
+
+    options = _parse(MergeOptions, "merge", arguments)
+    from krnl.devices import open_backend
+    from krnl.merge import merge as merge_models
+    from krnl.model import Model
+
+    model = Model.open(options.model)
+    adapter = model.read_adapter(Path(options.adapter).expanduser())
+    merged = merge_models(model, adapter, Path(options.out).expanduser(), open_backend("auto"))
+    print(
+        f"{merged.tensors} layers merged into {merged.out}. On a probe text the merged model's logits differ from the "
+        f"adapter's by at most {merged.logits_error:.2e} of the largest; rounding moved weights by at most "
+        f"{merged.largest_rounding:.2e} of their tensor's largest."
+    )
+    return 0
+
+
+def doctor(arguments: list[str]) -> int:
+    """krnl doctor"""
+    if arguments:
+        raise ConfigError("`krnl doctor` takes no options.")
+    from rich.console import Console
+
+    from krnl.doctor import examine
+
+    return 0 if examine(Console()) else 1
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "plan": plan,
+    "generate": generate,
+    "merge": merge,
+    "doctor": doctor,
+}

@@ -1,0 +1,136 @@
+"""`krnl doctor`: what is here, and whether it computes what it should."""
+
+import os
+import platform
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from krnl import __version__
+from krnl.backends.base import Backend
+from krnl.backends.cpu import ISA_VARIABLE, CpuBackend, available_isas
+from krnl.backends.reference import ReferenceBackend
+from krnl.data.packing import Pass
+from krnl.dtypes import BF16, F32, DType
+from krnl.formats.files import write_json_atomic
+from krnl.formats.peft import AdapterConfig
+from krnl.formats.safetensors import write_safetensors
+from krnl.model import Model, initial_modules
+from krnl.models.config import parse, tensor_shapes
+from krnl.train.session import Session, plan_training
+
+LIBRARIES = ("numpy", "ml_dtypes", "tokenizers", "huggingface-hub", "jinja2", "pyyaml", "tyro", "rich", "matplotlib")
+
+# A model small enough for the reference, with every kind of layer in it.
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 199,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+TOKENS = 96
+
+
+def examine(console: Console) -> bool:
+    """Prints versions, instruction sets and one step on each backend against the reference. Whether all passed."""
+    console.print(f"krnl {__version__}, Python {platform.python_version()}, {platform.platform()}", highlight=False)
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} [red]missing[/]")
+    console.print(", ".join(found), highlight=False)
+    cpu = CpuBackend()
+    console.print(
+        f"cpu: {cpu.limits.threads} threads, {cpu.limits.memory / 2**30:.1f} GiB, instruction sets "
+        f"{', '.join(available_isas())}; uses {cpu.isa}",
+        highlight=False,
+    )
+    console.print(f"metal, cuda: not in this version ({sys.platform})", highlight=False)
+    passed = True
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder))
+        exact = one_step(model, ReferenceBackend(), F32)
+        for isa in available_isas():
+            before = os.environ.get(ISA_VARIABLE)
+            os.environ[ISA_VARIABLE] = isa
+            try:
+                backend = CpuBackend()
+            finally:
+                os.environ.pop(ISA_VARIABLE) if before is None else os.environ.update({ISA_VARIABLE: before})
+            for activation in (F32, BF16):
+                error = _difference(one_step(model, backend, activation), exact)
+                # Gradients pass through some thirty roundings to the activation type, which add like a random walk, and
+                # float32 sums of up to 199 terms.
+                allowed = 30**0.5 * activation.eps + 199**0.5 * F32.eps
+                ok = error <= allowed
+                passed &= ok
+                verdict = "[green]pass[/]" if ok else "[red]FAIL[/]"
+                console.print(
+                    f"{verdict} one step on cpu ({isa}, {activation}): gradients within {error:.1e} of the reference "
+                    f"(allowed {allowed:.1e})",
+                    highlight=False,
+                )
+    return passed
+
+
+def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
+    """The adapter gradients of one pass over random tokens, as one float64 region."""
+    adapter = AdapterConfig(rank=8, alpha=16.0)
+    modules = initial_modules(adapter, model.config, seed=1)
+    random = np.random.default_rng(2)
+    modules = {path: (a, random.normal(0, 0.02, b.shape).astype(np.float32)) for path, (a, b) in modules.items()}
+    planned = plan_training(model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS)
+    session = Session(planned, model, modules, backend, seed=0)
+    session.accumulate(_pass(model.config.vocab_size), 1)
+    gradients = session.gradients()
+    return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(np.float64)
+
+
+def _pass(vocab_size: int) -> Pass:
+    """Two documents of random tokens, every second one a target."""
+    random = np.random.default_rng(3)
+    lengths = (50, 40)
+    live = sum(lengths)
+    starts = np.repeat([0, lengths[0]], lengths).astype(np.int32)
+    tokens = random.integers(0, vocab_size, live).astype(np.int32)
+    rows = np.array([i for i in range(live - 1) if i % 2 and starts[i] == starts[i + 1]], np.int32)
+    return Pass(
+        tokens=tokens,
+        position=np.arange(live, dtype=np.int32) - starts,
+        document=np.repeat([0, 1], lengths).astype(np.int32),
+        doc_start=starts,
+        target_row=rows,
+        target=tokens[rows + 1],
+        documents=2,
+        capacity=TOKENS,
+    )
+
+
+def _model(folder: Path) -> Model:
+    """A checkpoint of random weights in bf16."""
+    write_json_atomic(folder / "config.json", CONFIG)
+    random = np.random.default_rng(0)
+    tensors = {
+        name: (random.normal(1, 0.1, shape) if len(shape) == 1 else random.normal(0, 0.08, shape)).astype(BF16.numpy)
+        for name, shape in tensor_shapes(parse(CONFIG, "doctor")).items()
+    }
+    write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    return Model.open(str(folder))
+
+
+def _difference(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

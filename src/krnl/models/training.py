@@ -1,0 +1,177 @@
+"""The three programs of training: accumulate, evaluate, update. They run over one memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from krnl.dtypes import F32, I32
+from krnl.models.attention import Context
+from krnl.models.decoder import Decoder, LayerSaved
+from krnl.models.lora import Dropout
+from krnl.ops.loss import cross_entropy, cross_entropy_loss
+from krnl.ops.norm import rms_norm, rms_norm_backward
+from krnl.ops.optimizer import HYPER, adamw, gradient_norm
+from krnl.ops.pointwise import cast, embedding, gather_rows, rope_table, zero
+from krnl.plan.buffer import Buffer, Kind
+from krnl.plan.step import Step
+
+Recompute = Literal["none", "mlp", "layer"]
+
+# Logits exist for one chunk of labelled rows at a time: as many rows as fit these bytes, but enough of them that
+# reading the head's weights is paid for.
+LOGITS_BYTES = 64 << 20
+LOGITS_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the host writes before a pass. All have the pass's capacity n, but for the counts."""
+
+    live: Buffer
+    tokens: Buffer
+    position: Buffer
+    document: Buffer  # which row of the update a token belongs to
+    start: dict[int | None, Buffer]  # the first key a token sees, by window
+    stop: Buffer
+    target_row: Buffer  # labelled tokens, in order
+    target: Buffer  # what follows each
+    slot: Buffer  # the inverse of target_row: a token's place among the labelled, or -1
+    live_targets: Buffer
+    live_chunk: Buffer  # labelled tokens in each chunk of the head
+    loss_scale: Buffer
+    dropout_key: Buffer  # seed, update
+    hyper: Buffer  # see ops/optimizer.py
+
+
+def _inputs(n: int, chunks: int, windows: set[int | None]) -> Inputs:
+    def words(name: str, size: int) -> Buffer:
+        return Buffer(name, (size,), I32, Kind.INPUT)
+
+    return Inputs(
+        live=words("live", 1),
+        tokens=words("tokens", n),
+        position=words("position", n),
+        document=words("document", n),
+        start={w: words(f"start_{w}" if w else "start", n) for w in sorted(windows, key=lambda w: w or 0)},
+        stop=words("stop", n),
+        target_row=words("target_row", n),
+        target=words("target", n),
+        slot=words("slot", n),
+        live_targets=words("live_targets", 1),
+        live_chunk=words("live_chunk", chunks),
+        loss_scale=Buffer("loss_scale", (1,), F32, Kind.INPUT),
+        dropout_key=words("dropout_key", 2),
+        hyper=Buffer("hyper", (len(HYPER),), F32, Kind.INPUT),
+    )
+
+
+class TrainingPrograms:
+    """Emits the programs that train a decoder's adapters in passes of up to `capacity` tokens."""
+
+    def __init__(self, decoder: Decoder, capacity: int, dropout: float = 0.0, recompute: Recompute = "none"):
+        self.decoder = decoder
+        self.capacity = capacity
+        self.recompute = recompute
+        row_bytes = decoder.config.vocab_size * decoder.activation.size
+        self.chunk = min(capacity, max(LOGITS_ROWS, LOGITS_BYTES // row_bytes))
+        self.inputs = _inputs(capacity, -(-capacity // self.chunk), set(decoder.config.windows))
+        i = self.inputs
+        self.noise = Dropout(dropout, i.document, i.position, i.dropout_key) if dropout else None
+        self.loss = Buffer("loss", (1,), F32, Kind.STATE)  # summed over the targets of this update so far
+        self.update_loss = Buffer("update_loss", (1,), F32, Kind.STATE)  # the sum that the last update ended with
+        self.grad_norm = Buffer("grad_norm", (1,), F32, Kind.STATE)  # of the last update, before clipping
+
+    def accumulate(self) -> Step:
+        """Forward and backward of one pass: adds to the loss and to the gradients."""
+        d = self.decoder
+        step = Step("accumulate", d.activation, self.inputs.live)
+        x, contexts = self._embed(step, self.noise)
+        # Below the lowest adapter nothing is differentiated, and so nothing is kept.
+        lowest = next((i for i, layer in enumerate(d.layers) if layer.adapted), len(d.layers))
+        entered: list[Buffer] = []
+        saved: list[LayerSaved] = []
+        for i, layer in enumerate(d.layers):
+            entered.append(x)
+            with step.scope(f"forward/layer{i}"):
+                if i < lowest or self.recompute == "layer":
+                    if i >= lowest:
+                        step.save(x)
+                    with step.unsaved():
+                        x, kept = layer.forward(step, x, contexts[layer.window])
+                else:
+                    x, kept = layer.forward(step, x, contexts[layer.window], recompute_mlp=self.recompute == "mlp")
+            saved.append(kept)
+        dx = self._head(step, x, differentiate=True, wanted=lowest < len(d.layers))
+        for i in range(len(d.layers) - 1, lowest - 1, -1):
+            layer, kept, at = d.layers[i], saved[i], contexts[d.layers[i].window]
+            with step.scope(f"backward/layer{i}"):
+                if self.recompute == "layer":
+                    with step.unsaved():
+                        _, kept = layer.forward(step, entered[i], at)
+                assert dx is not None
+                dx = layer.backward(step, dx, kept, at, wanted=i > lowest)
+        return step
+
+    def evaluate(self) -> Step:
+        """Forward of one pass without dropout: adds to the loss."""
+        step = Step("evaluate", self.decoder.activation, self.inputs.live)
+        with step.unsaved():
+            x, contexts = self._embed(step, None)
+            for i, layer in enumerate(self.decoder.layers):
+                with step.scope(f"forward/layer{i}"):
+                    x, _ = layer.forward(step, x, contexts[layer.window])
+            self._head(step, x, differentiate=False, wanted=False)
+        return step
+
+    def update(self) -> Step:
+        """One optimizer update from the summed gradients; moves the loss to `update_loss` and clears the sums."""
+        t = self.decoder.trainable
+        step = Step("update", self.decoder.activation)
+        step(gradient_norm, t.grad, self.inputs.hyper, into=self.grad_norm)
+        step(adamw, t.grad, self.grad_norm, self.inputs.hyper, into=(t.param, t.first, t.second))
+        if t.compute is not t.param:
+            step(cast, t.param, into=t.compute)
+        step(cast, self.loss, into=self.update_loss)
+        step(zero, into=self.loss)
+        step(zero, into=t.grad)
+        return step
+
+    def _embed(self, step: Step, noise: Dropout | None) -> tuple[Buffer, dict[int | None, Context]]:
+        d, i = self.decoder, self.inputs
+        x = step(embedding, i.tokens, d.embedding)
+        cos, sin = step(rope_table, i.position, d.inv_freq, scale=d.rope_scale)
+        step.save(cos, sin)
+        return x, {window: Context(cos, sin, start, i.stop, noise) for window, start in i.start.items()}
+
+    def _head(self, step: Step, x: Buffer, differentiate: bool, wanted: bool) -> Buffer | None:
+        """Loss over the labelled rows only, one chunk of logits at a time, whose gradient is formed at once.
+        Returns the gradient at x, if wanted."""
+        d, i = self.decoder, self.inputs
+        with step.scope("head"):
+            labelled = step(gather_rows, x, i.target_row, live=i.live_targets)
+            h, rstd = step(rms_norm, labelled, d.norm, live=i.live_targets, eps=d.config.rms_norm_eps)
+            dh = Buffer("head.dh", h.shape, h.dtype, Kind.TEMP)
+            for index, start in enumerate(range(0, self.capacity, self.chunk)):
+                stop = min(start + self.chunk, self.capacity)
+                self._chunk(
+                    step, h.rows(start, stop), i.target.rows(start, stop), i.live_chunk.rows(index, index + 1),
+                    dh.rows(start, stop) if wanted else None, differentiate,
+                )
+            if not wanted:
+                return None
+            dlabelled = step(rms_norm_backward, dh, labelled, d.norm, rstd, None, live=i.live_targets)
+            dx: Buffer = step(gather_rows, dlabelled, i.slot)
+            return dx
+
+    def _chunk(
+        self, step: Step, h: Buffer, target: Buffer, live: Buffer, dh: Buffer | None, differentiate: bool
+    ) -> None:
+        head = self.decoder.head
+        (logits,), u = head.forward(step, h, None, live=live)
+        if not differentiate:
+            step(cross_entropy_loss, logits, target, into=self.loss, live=live)
+            return
+        step(cross_entropy, target, self.inputs.loss_scale, into=(self.loss, logits), live=live)
+        v = head.up_backward(step, (logits,), u, live=live)
+        head.down_backward(step, v, h, None, live=live)
+        if dh is not None:
+            head.input_gradient(step, (logits,), v, None, live=live, into=dh)

@@ -1,0 +1,50 @@
+"""Options of the commands that are not a training run. Those of `krnl train` are in train/config.py."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a prompt, or answer conversations."""
+
+    model: Positional[str]
+    """Folder or hub id."""
+    prompt: Positional[str | None] = None
+    """What to answer: a user's turn where the tokenizer has a chat template, plain text where it has none."""
+    adapter: str | None = None
+    """PEFT adapter folder."""
+    messages: str | None = None
+    """Answer every conversation of this .jsonl file instead of a prompt."""
+    answer_last: bool = False
+    """With --messages: leave out each conversation's last assistant turn, and answer in its place."""
+    json: bool = False
+    """Print one {"answer", "tokens", "stopped"} a line."""
+    raw: bool = False
+    """Take the prompt as plain text even if there is a chat template."""
+    max_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 takes the most likely token each time."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with this much probability."""
+    seed: int = 0
+    """Seed of the drawing."""
+    device: Literal["auto", "cpu", "metal", "cuda", "reference"] = "auto"
+    """What computes."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of activations."""
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """Fold an adapter into its base model: added in float32, rounded once, the files kept as they are cut."""
+
+    model: Positional[str]
+    """Folder or hub id of the base model."""
+    adapter: Positional[str]
+    """PEFT adapter folder."""
+    out: Positional[str]
+    """New folder for the merged model."""

@@ -1,0 +1,103 @@
+"""`krnl plan`: what a training run will hold, compute and launch, without a device and without weights."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from krnl.backends.base import Backend
+from krnl.dtypes import DType
+from krnl.errors import ConfigError
+from krnl.formats import hub
+from krnl.formats.safetensors import INDEX, SINGLE
+from krnl.model import Model, imagined_weights, stored_dtype
+from krnl.models import config as model_config
+from krnl.models.config import linear_paths
+from krnl.plan.arena import Plan
+from krnl.train.config import TrainConfig
+from krnl.train.loop import adapter_config
+from krnl.train.memory import gib, memory_use
+from krnl.train.session import TrainingPlan, plan_training
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training plan with what it was made for."""
+
+    name: str
+    training: TrainingPlan
+    backend: Backend
+    precision: str
+    trained: int
+    layers: int
+    has_weights: bool
+
+
+def plan_run(config: TrainConfig, backend: Backend, activation: DType) -> Planned:
+    """Plans the run that `krnl train` would make of these settings; `data` is not needed."""
+    folder = _folder(config.model)
+    shape = model_config.load(folder)
+    has_weights = (folder / SINGLE).exists() or (folder / INDEX).exists()
+    weights = Model.open(str(folder)).weights() if has_weights else imagined_weights(shape, stored_dtype(folder))
+    adapter = adapter_config(config)
+    paths = adapter.select(linear_paths(shape))
+    training = plan_training(
+        shape, weights, adapter, paths, backend, activation, config.tokens, config.recompute
+    )
+    trained = training.decoder.trainable.size
+    return Planned(shape.name, training, backend, str(activation), trained, len(paths), has_weights)
+
+
+def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
+    """The memory table, the work of a pass, and the dispatch list (or a summary of it)."""
+    training = planned.training
+    capacity = training.programs.capacity
+    console.print(
+        f"[bold]{planned.name}[/] on {planned.backend.name} in {planned.precision}: passes of up to {capacity:,} tokens, "
+        f"adapters on {planned.layers} layers, {planned.trained:,} trained parameters"
+        + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
+        highlight=False,
+    )
+    use = memory_use(training, planned.backend)
+    memory = Table("memory", "bytes", box=None, pad_edge=False)
+    memory.columns[1].justify = "right"
+    for name, nbytes in use.parts().items():
+        memory.add_row(name, gib(nbytes))
+    memory.add_row("[bold]peak", f"[bold]{gib(use.total)}")
+    console.print(memory)
+    work = Table("program", "dispatches", "GFLOP at capacity", box=None, pad_edge=False)
+    for column in work.columns[1:]:
+        column.justify = "right"
+    programs = (training.accumulate, training.update, training.evaluate)
+    for program in programs:
+        work.add_row(program.name, str(len(program.dispatches)), f"{program.flops / 1e9:,.1f}")
+    console.print(work)
+    for program in programs:
+        _print_dispatches(program, console, dispatches)
+
+
+def _print_dispatches(program: Plan, console: Console, every: bool) -> None:
+    """Each dispatch on a line, or how many there are of each kernel."""
+    table = Table(program.name, "kernel", "MFLOP", "MB", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    if every:
+        for dispatch in program.dispatches:
+            call = dispatch.call
+            table.add_row(call.label, dispatch.row.name, f"{call.flops / 1e6:,.1f}", f"{call.nbytes / 1e6:,.2f}")
+    else:
+        counts = Counter(d.row.name for d in program.dispatches)
+        for name, count in counts.most_common():
+            calls = [d.call for d in program.dispatches if d.row.name == name]
+            flops, nbytes = sum(c.flops for c in calls), sum(c.nbytes for c in calls)
+            table.add_row(f"{count} ×", name, f"{flops / 1e6:,.1f}", f"{nbytes / 1e6:,.2f}")
+    console.print(table)
+
+
+def _folder(model: str) -> Path:
+    if not model:
+        raise ConfigError("model is missing: give a folder or a hub id.")
+    path = Path(model).expanduser()
+    return path.parent if path.name == "config.json" and path.is_file() else hub.resolve(model)

@@ -1,0 +1,357 @@
+"""The training run: data in, adapter out, and everything in between that can be resumed."""
+
+import hashlib
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from krnl.data.examples import Examples, build, show
+from krnl.data.packing import Pass, batches, live_share, pack
+from krnl.data.rows import read_rows, split
+from krnl.devices import activation_type, open_backend
+from krnl.errors import ConfigError, TrainingError
+from krnl.formats import resume
+from krnl.formats.files import write_json_atomic
+from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
+from krnl.formats.peft import WEIGHTS, AdapterConfig, Modules, write_adapter
+from krnl.model import Model, initial_modules
+from krnl.train.config import TrainConfig
+from krnl.train.memory import check_fits, gib, memory_use
+from krnl.train.metrics import METRICS, PICTURE, Display, Metrics, draw
+from krnl.train.schedule import hyper, learning_rate
+from krnl.train.session import Session, plan_training
+
+CHECKPOINTS = "checkpoints"
+SAVED_CONFIG = "train.json"
+
+# Settings that may differ between a run and its resumption: they change no number.
+FREE = {"out", "save_every", "memory_limit", "recompute"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run amounts to. Losses are means per target token; None without validation data."""
+
+    out: Path
+    updates: int
+    first_val_loss: float | None
+    best_val_loss: float | None
+    last_val_loss: float | None
+    last_loss: float | None
+    seconds: float  # in updates, validation and saving left out
+    tokens: int
+
+    def describe(self) -> str:
+        """The lines that end a run."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        lines = [f"{self.updates:,} updates in {self.seconds:.1f} s, {rate:,.0f} tokens/s"]
+        if self.first_val_loss is not None and self.best_val_loss is not None:
+            lines.append(
+                f"validation loss {self.first_val_loss:.4f} before, {self.last_val_loss:.4f} after (best {self.best_val_loss:.4f})"
+            )
+        elif self.last_loss is not None:
+            lines.append(f"training loss {self.last_loss:.4f} at the end")
+        lines.append(f"adapter, {METRICS} and {PICTURE} are in {self.out}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Progress:
+    """What a run has to remember besides the arrays; it goes into every checkpoint."""
+
+    step: int = 0
+    metrics_position: int = 0
+    first_val_loss: float | None = None
+    best_val_loss: float | None = None
+    last_val_loss: float | None = None
+    last_loss: float | None = None
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved itself."""
+
+
+def train(config: TrainConfig, console: Console | None = None) -> Result | None:
+    """Runs a whole training, or shows rows and returns None. Raises a KrnlError for anything that is wrong with
+    settings, data or model, and Interrupted after Ctrl-C."""
+    console = console or Console(stderr=True)
+    config.check()
+    model = Model.open(config.model)
+    data = load_data(config, model)
+    if config.show:
+        for example in data.train.examples[: config.show]:
+            console.print(show(example, model.tokenizer), end="\n\n")
+        return None
+    run = Run(config, model, data, console)
+    with _stop_signals() as stop:
+        return run.go(stop)
+
+
+@dataclass
+class Data:
+    """Training examples, and validation packed into passes."""
+
+    train: Examples
+    valid: list[Pass]
+
+    @property
+    def valid_targets(self) -> int:
+        return sum(len(work.target) for work in self.valid)
+
+
+def load_data(config: TrainConfig, model: Model) -> Data:
+    """Reads, tokenises and packs."""
+    train_file, valid_file = split(Path(config.data).expanduser())
+    if config.valid is not None:
+        valid_file = split(Path(config.valid).expanduser())[0]
+    longest = config.max_length or config.tokens
+
+    def examples(path: Path) -> Examples:
+        return build(read_rows(path), model.tokenizer, config.train_on, longest)
+
+    valid = pack(examples(valid_file).examples, config.tokens) if valid_file else []
+    return Data(examples(train_file), valid)
+
+
+def starting_adapter(config: TrainConfig, model: Model) -> tuple[AdapterConfig, Modules]:
+    """A fresh adapter as the settings describe it, or the one to start from."""
+    if config.init_adapter is not None:
+        adapter, modules = model.read_adapter(Path(config.init_adapter).expanduser())
+        return replace(adapter, dropout=config.dropout, base_model=config.model), modules
+    adapter = adapter_config(config)
+    return adapter, initial_modules(adapter, model.config, config.seed)
+
+
+def adapter_config(config: TrainConfig) -> AdapterConfig:
+    """The adapter that the settings describe."""
+    return AdapterConfig(
+        rank=config.rank,
+        alpha=config.alpha,
+        targets="all-linear" if config.targets == ("all-linear",) else config.targets,
+        rslora=config.rslora,
+        dropout=config.dropout,
+        rank_pattern=config.rank_pattern,
+        alpha_pattern=config.alpha_pattern,
+        base_model=config.model,
+    )
+
+
+class Run:
+    """One training run and its folder."""
+
+    def __init__(self, config: TrainConfig, model: Model, data: Data, console: Console):
+        self.config = config
+        self.out = Path(config.out).expanduser()
+        self.console = console
+        self.data = data
+        self.order = batches(
+            len(data.train),
+            config.batch_size,
+            epochs=None if config.steps else config.epochs,
+            steps=config.steps,
+            shuffle=config.shuffle,
+            seed=config.seed,
+        )
+        self.adapter, modules = starting_adapter(config, model)
+        self.backend = open_backend(config.device)
+        self.activation = activation_type(self.backend, config.precision)
+        planned = plan_training(
+            model.config, model.weights(), self.adapter, tuple(modules), self.backend, self.activation,
+            config.tokens, config.recompute,
+        )
+        self.use = memory_use(planned, self.backend)
+        check_fits(self.use, self.backend.limits.memory, "this machine has")
+        if config.memory_limit is not None:
+            check_fits(self.use, int(config.memory_limit * 2**30), "memory_limit")
+        saved = self._claim_folder()
+        self._describe(model, modules)
+        self.session = Session(planned, model, modules, self.backend, config.seed)
+        self.progress = Progress()
+        if saved is not None:
+            self.progress = Progress(**saved.numbers["progress"])
+            self.session.restore(**saved.arrays)
+            console.print(f"going on after update {self.progress.step} of {len(self.order)}")
+        self.metrics = Metrics(self.out, self.progress.metrics_position)
+
+    def go(self, stop: threading.Event) -> Result:
+        """Trains to the end, or until `stop` is set."""
+        write_json_atomic(self.out / SAVED_CONFIG, self._settings())
+        if self.progress.step == 0 and self.data.valid and self.progress.first_val_loss is None:
+            self._validate()
+        with Display(self.console, self.progress.step, len(self.order)) as display:
+            while self.progress.step < len(self.order):
+                self._update(display)
+                last = self.progress.step == len(self.order)
+                if self.data.valid and (last or self._due(self.config.eval_every)):
+                    self._validate()
+                if last or self._due(self.config.save_every) or stop.is_set():
+                    self._save()
+                if stop.is_set() and not last:
+                    raise Interrupted(
+                        f"Stopped after update {self.progress.step} of {len(self.order)}; everything is saved. "
+                        "Give the same command with --resume to go on."
+                    )
+        return self._finish()
+
+    def _update(self, display: Display) -> None:
+        """One update: its rows in as many passes as they need, then the optimizer."""
+        start = time.perf_counter()
+        step = self.progress.step + 1
+        passes = pack([self.data.train[row] for row in self.order[step - 1]], self.config.tokens)
+        for work in passes:
+            self.session.accumulate(work, step)
+        tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
+        c = self.config
+        lr = learning_rate(step, len(self.order), c.lr, c.warmup, c.schedule)
+        loss, norm = self.session.update(
+            hyper(step, lr, (c.beta1, c.beta2), c.eps, c.weight_decay, c.clip, 1.0 / targets)
+        )
+        loss /= targets
+        seconds = time.perf_counter() - start
+        self.metrics.write(
+            step=step,
+            epoch=step / self.order.per_epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            rows=len(self.order[step - 1]),
+            tokens=tokens,
+            target_tokens=targets,
+            tokens_per_s=tokens / seconds,
+            seconds=seconds,
+        )
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._diverged(step, loss, norm)
+        p = self.progress
+        p.step, p.last_loss, p.seconds, p.tokens = step, loss, p.seconds + seconds, p.tokens + tokens
+        display.update(step, loss, lr, tokens / seconds)
+
+    def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
+        """The update was not applied, so the adapter is still the last good one."""
+        if not (self.out / ADAPTER_CONFIG).exists():
+            self._write_adapter()
+        raise TrainingError(
+            f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The last good adapter is in "
+            f"{self.out}. A lower --lr, a --warmup or --clip usually helps."
+        )
+
+    def _validate(self) -> None:
+        p = self.progress
+        loss = self.session.evaluate(self.data.valid) / self.data.valid_targets
+        self.metrics.write(step=p.step, val_loss=loss, val_perplexity=_perplexity(loss))
+        self.console.print(f"update {p.step}: validation loss {loss:.4f}, perplexity {_perplexity(loss):.4g}")
+        p.last_val_loss = loss
+        if p.first_val_loss is None:
+            p.first_val_loss = loss
+        if p.step and (p.best_val_loss is None or loss < p.best_val_loss):
+            p.best_val_loss = loss
+            self._write_adapter()
+
+    def _save(self) -> None:
+        if not self.data.valid:
+            self._write_adapter()
+        self.progress.metrics_position = self.metrics.position
+        numbers = {"progress": asdict(self.progress), "run": self._identity()}
+        resume.save(self.out / CHECKPOINTS, self.progress.step, self.session.state(), numbers)
+
+    def _finish(self) -> Result:
+        p = self.progress
+        self.metrics.close()
+        draw(self.out)
+        return Result(
+            self.out, p.step, p.first_val_loss, p.best_val_loss, p.last_val_loss, p.last_loss, p.seconds, p.tokens
+        )
+
+    def _write_adapter(self) -> None:
+        write_adapter(self.out, self.adapter, self.session.modules())
+
+    def _due(self, every: int | None) -> bool:
+        return self.progress.step % (every or self.order.per_epoch) == 0
+
+    def _settings(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self.config).items() if k not in ("resume", "overwrite", "show")}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed."""
+        ids = hashlib.sha256()
+        for example in self.data.train.examples:
+            ids.update(example.ids.tobytes() + example.targets.tobytes())
+        same = {k: v for k, v in self._settings().items() if k not in FREE}
+        resolved = {"device": self.backend.name, "precision": str(self.activation)}
+        return {**same, **resolved, "data_sha256": ids.hexdigest()}
+
+    def _claim_folder(self) -> resume.Saved | None:
+        """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from."""
+        left = [name for name in (ADAPTER_CONFIG, METRICS, CHECKPOINTS) if (self.out / name).exists()]
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"out is {self.out}, which is a file; give a folder.")
+        if self.config.resume:
+            saved = resume.newest(self.out / CHECKPOINTS)
+            if saved is None:
+                raise ConfigError(f"There is no checkpoint in {self.out} to resume from; leave out --resume.")
+            for key, value in self._identity().items():
+                before = saved.numbers["run"].get(key)
+                if not resume.same_json(before, value):
+                    raise ConfigError(
+                        f"{key} is {value!r}, but the run in {self.out} was started with {before!r}. "
+                        "A resumed run keeps its settings and data."
+                    )
+            return saved
+        if left and not self.config.overwrite:
+            raise ConfigError(
+                f"{self.out} holds an earlier run ({left[0]}). Give --resume to go on with it, --overwrite to replace "
+                "it, or another --out."
+            )
+        for name in (*left, WEIGHTS, PICTURE):
+            path = self.out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return None
+
+    def _describe(self, model: Model, modules: Modules) -> None:
+        """What the run is going to do, before it does it."""
+        updates = [self.order[u] for u in range(min(len(self.order), self.order.per_epoch))]
+        passes = [w for rows in updates for w in pack([self.data.train[r] for r in rows], self.config.tokens)]
+        trained = sum(a.size + b.size for a, b in modules.values())
+        self.console.print(
+            f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on {len(modules)} layers, "
+            f"{trained:,} trained parameters, at most {gib(self.use.total)} of memory\n"
+            f"{len(self.order):,} updates of {self.config.batch_size} rows\n"
+            + self.data.train.report.describe(live_share(passes)),
+            highlight=False,
+        )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C or SIGTERM, so that the run can save itself; a second one stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,89 @@
+"""Where the memory of a training run goes, known before the first step."""
+
+import os
+from dataclasses import dataclass
+
+from krnl.backends.base import Backend
+from krnl.errors import PlanError
+from krnl.plan.buffer import Kind
+from krnl.train.session import TrainingPlan
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by purpose."""
+
+    mapped: int  # weights read where they lie in their files
+    converted: int  # weights held in another type
+    adapter: int  # parameters, compute copy, moments
+    gradients: int
+    inputs: int
+    saved: int  # activations kept for the backward pass
+    temporaries: int  # the rest of the arena at its fullest
+    engine: int  # scratch of the device's own
+    process: int  # Python, its libraries and the data, as resident now
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Name, for people, and bytes of each part."""
+        return {
+            "weights, mapped from their files": self.mapped,
+            "weights, converted": self.converted,
+            "adapter, its copy and moments": self.adapter,
+            "gradients": self.gradients,
+            "inputs": self.inputs,
+            "activations kept for backward": self.saved,
+            "temporaries": self.temporaries,
+            "engine scratch": self.engine,
+            "Python and data": self.process,
+        }
+
+
+def memory_use(planned: TrainingPlan, backend: Backend) -> MemoryUse:
+    """What the planned run will hold at its peak."""
+    layout = planned.accumulate.layout
+    arena = layout.reserved(Kind.TEMP)
+    saved = min(planned.accumulate.saved, arena)
+    return MemoryUse(
+        mapped=layout.mapped,
+        converted=layout.reserved(Kind.WEIGHT),
+        adapter=layout.reserved(Kind.STATE),
+        gradients=layout.reserved(Kind.GRAD),
+        inputs=layout.reserved(Kind.INPUT),
+        saved=saved,
+        temporaries=arena - saved,
+        engine=backend.limits.scratch,
+        process=_resident(),
+    )
+
+
+def check_fits(use: MemoryUse, limit: int, what: str) -> None:
+    """PlanError, saying by how much and what to lower, if the run needs more than `limit` bytes."""
+    if use.total <= limit:
+        return
+    over = use.total - limit
+    raise PlanError(
+        f"This run needs {gib(use.total)}, which is {gib(over)} more than {what} ({gib(limit)}). "
+        f"{gib(use.saved + use.temporaries)} of it are activations: lower --tokens, or set --recompute mlp or layer."
+    )
+
+
+def gib(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _resident() -> int:
+    """Bytes of this process in memory now."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak  # bytes on macOS, the only system without /proc that KRNL runs on

@@ -1,0 +1,119 @@
+"""What a run writes down: metrics.jsonl, loss.png, and lines for the person who watches."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from krnl.errors import FormatError
+
+METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
+
+
+class Metrics:
+    """An append-only log. `position` is its length in bytes; a resumed run cuts it back to a checkpoint's."""
+
+    def __init__(self, folder: Path, position: int = 0):
+        self.path = folder / METRICS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab")
+            self._file.truncate(position)
+            self._file.seek(position)
+        except OSError as error:
+            raise FormatError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+
+    @property
+    def position(self) -> int:
+        return self._file.tell()
+
+    def write(self, **values: Any) -> None:
+        """One line. Numbers that JSON has no word for are written as null."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        try:
+            self._file.write(json.dumps(clean).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise FormatError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def draw(folder: Path) -> Path:
+    """Draws loss.png from metrics.jsonl: training loss per update, its running mean, validation loss, rate."""
+    from matplotlib.figure import Figure
+
+    lines = read(folder / METRICS)
+    train = [(m["step"], m["loss"], m["lr"]) for m in lines if "loss" in m and m["loss"] is not None]
+    valid = [(m["step"], m["val_loss"]) for m in lines if "val_loss" in m]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    if train:
+        steps, losses, rates = zip(*train, strict=True)
+        axes.plot(steps, losses, color="#b8c4d6", linewidth=1, label="loss of each update")
+        axes.plot(steps, _smooth(losses), color="#1f4e8c", linewidth=2, label="running mean")
+        rate = axes.twinx()
+        rate.plot(steps, rates, color="#999999", linewidth=1, linestyle=":")
+        rate.set_ylabel("learning rate (dotted)", color="#777777")
+        rate.set_ylim(bottom=0)
+    if valid:
+        axes.plot(*zip(*valid, strict=True), color="#c8502c", marker="o", linewidth=1.5, label="validation loss")
+    axes.set_xlabel("update")
+    axes.set_ylabel("mean loss per target token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(folder / PICTURE, dpi=150)
+    return folder / PICTURE
+
+
+def _smooth(values: Any, share: float = 0.1) -> list[float]:
+    """Exponential running mean, corrected for its start."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean = (1 - share) * mean + share * value
+        weight = (1 - share) * weight + share
+        out.append(mean / weight)
+    return out
+
+
+class Display:
+    """The live line of a run: bar, loss, rate, tokens a second, time left."""
+
+    def __init__(self, console: Console, done: int, total: int):
+        self.console = console
+        self._progress = Progress(
+            TextColumn("update"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[rate]} tok/s"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done, loss="–", lr="–", rate="–")
+        self._shown = 0.0
+        self._every = max(1, total // 20)
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._progress.stop()
+
+    def update(self, step: int, loss: float, lr: float, rate: float) -> None:
+        """Shows an update; where the output is no terminal, every twentieth of the run gets a line."""
+        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", lr=f"{lr:.2e}", rate=f"{rate:,.0f}")
+        if not self.console.is_terminal and step % self._every == 0:
+            self.console.print(f"update {step}: loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tok/s")

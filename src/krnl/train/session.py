@@ -1,0 +1,141 @@
+"""A training session: programs planned and compiled for a device, passes fed in, sums read out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from krnl.backends.base import Backend, Memory
+from krnl.data.packing import Pass
+from krnl.dtypes import DType
+from krnl.errors import PlanError
+from krnl.formats.peft import AdapterConfig, Modules
+from krnl.model import Model, adapter_shapes
+from krnl.models.config import ModelConfig
+from krnl.models.decoder import Decoder
+from krnl.models.training import Recompute, TrainingPrograms
+from krnl.models.weights import Weights
+from krnl.plan.arena import Plan, check_gradients, plan
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The programs of a training run with their common layout, before anything is allocated."""
+
+    decoder: Decoder
+    programs: TrainingPrograms
+    accumulate: Plan
+    evaluate: Plan
+    update: Plan
+
+
+def plan_training(
+    config: ModelConfig,
+    weights: Weights,
+    adapter: AdapterConfig,
+    paths: tuple[str, ...],
+    backend: Backend,
+    activation: DType,
+    tokens: int,
+    recompute: Recompute = "none",
+) -> TrainingPlan:
+    """Emits, lowers and lays out the programs for passes of up to `tokens` tokens, adapters on `paths`."""
+    if adapter.dropout and "lm_head" in paths:
+        raise PlanError("Dropout with an adapter on lm_head is not supported; set dropout to 0 or leave lm_head out.")
+    decoder = Decoder(config, weights, adapter_shapes(adapter, paths), activation)
+    programs = TrainingPrograms(decoder, tokens, adapter.dropout, recompute)
+    accumulate, evaluate, update = plan(
+        [programs.accumulate(), programs.evaluate(), programs.update()],
+        backend.kernels,
+        backend.limits.largest_block,
+    )
+    check_gradients(accumulate, decoder.trainable.grad)
+    return TrainingPlan(decoder, programs, accumulate, evaluate, update)
+
+
+class Session:
+    """Allocated and compiled: adapters in place, moments zero."""
+
+    def __init__(self, planned: TrainingPlan, model: Model, modules: Modules, backend: Backend, seed: int):
+        self._planned = planned
+        self._trainable = planned.decoder.trainable
+        self._inputs = planned.programs.inputs
+        self._chunk = planned.programs.chunk
+        self._seed = seed
+        self._memory: Memory = backend.allocate(planned.accumulate.layout)
+        model.fill(planned.decoder.weights, self._memory)
+        self._memory.write(self._inputs.loss_scale, np.ones(1))
+        self.restore(self._trainable.pack(modules), np.zeros(self._trainable.size), np.zeros(self._trainable.size))
+        self._accumulate = backend.compile(planned.accumulate, self._memory)
+        self._evaluate = backend.compile(planned.evaluate, self._memory)
+        self._update = backend.compile(planned.update, self._memory)
+
+    def accumulate(self, work: Pass, update: int) -> None:
+        """Adds a pass of update number `update` to the sums."""
+        self._feed(work)
+        if self._planned.programs.noise is not None:
+            self._memory.write(self._inputs.document.rows(0, work.live), work.document)
+            self._memory.write(self._inputs.dropout_key, np.array([self._seed, update]))
+        self._accumulate.run()
+
+    def update(self, hyper: np.ndarray) -> tuple[float, float]:
+        """Applies the summed gradients. Returns the summed loss and the norm of the mean gradient; where that is
+        not finite, nothing was changed."""
+        self._memory.write(self._inputs.hyper, hyper)
+        self._update.run()
+        programs = self._planned.programs
+        loss, norm = (self._memory.read(b)[0] for b in (programs.update_loss, programs.grad_norm))
+        return float(loss), float(norm)
+
+    def evaluate(self, passes: list[Pass]) -> float:
+        """The loss summed over all targets of `passes`. To be called between updates."""
+        loss = self._planned.programs.loss
+        total = 0.0
+        for work in passes:
+            self._feed(work)
+            self._evaluate.run()
+            total += float(self._memory.read(loss)[0])
+            self._memory.write(loss, np.zeros(1))
+        return total
+
+    def modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The adapters as they are now: path -> (A, B), float32."""
+        return self._trainable.unpack(self._memory.read(self._trainable.param).astype(np.float32))
+
+    def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The gradients summed since the last update: path -> (dA, dB)."""
+        return self._trainable.unpack(self._memory.read(self._trainable.grad))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything that an update changes: parameters and moments, float32 [p] each."""
+        t = self._trainable
+        buffers = {"param": t.param, "first": t.first, "second": t.second}
+        return {name: self._memory.read(buffer) for name, buffer in buffers.items()}
+
+    def restore(self, param: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
+        """Puts back what `state` returned."""
+        t = self._trainable
+        for buffer, values in ((t.param, param), (t.compute, param), (t.first, first), (t.second, second)):
+            self._memory.write(buffer, values)
+
+    def _feed(self, work: Pass) -> None:
+        """Writes a pass into the inputs; what lies beyond its live rows is never looked at."""
+        i, live, targets = self._inputs, work.live, len(work.target)
+        rows = np.arange(live)
+        slot = np.full(live, -1)
+        slot[work.target_row] = np.arange(targets)
+        for buffer, values in (
+            (i.tokens, work.tokens),
+            (i.position, work.position),
+            (i.stop, rows + 1),
+            (i.slot, slot),
+            (i.target_row, work.target_row),
+            (i.target, work.target),
+        ):
+            self._memory.write(buffer.rows(0, len(values)), values)
+        for window, buffer in i.start.items():
+            first = work.doc_start if window is None else np.maximum(work.doc_start, rows - window + 1)
+            self._memory.write(buffer.rows(0, live), first)
+        self._memory.write(i.live, np.array([live]))
+        self._memory.write(i.live_targets, np.array([targets]))
+        chunks = np.arange(i.live_chunk.size) * self._chunk
+        self._memory.write(i.live_chunk, np.clip(targets - chunks, 0, self._chunk))
