@@ -1,10 +1,11 @@
 """Inputs, and how far a kernel may be from the reference, for every op.
 
-An allowance has two terms. The result is rounded once to its type: one ulp of the value. And what was summed on
-the way was rounded to the accumulator's type at every step: √k of its ulps (the errors of k roundings add like a random
-walk; a factor of 4 covers the tail) of the magnitude, which is the same op on absolute values, where nothing cancels.
-Where operands are rounded to the activation type inside the kernel (probabilities in attention; float32 and float16
-weights under bf16 activations), one more ulp of that type of the magnitude.
+An allowance has two terms. The result is rounded once to its type: one ulp of the value. And what
+was summed on the way was rounded to the accumulator's type at every step: √k of its ulps (the
+errors of k roundings add like a random walk; a factor of 4 covers the tail) of the magnitude, which
+is the same op on absolute values, where nothing cancels. Where operands are rounded to the
+activation type inside the kernel (probabilities in attention; float32 and float16 weights under
+bf16 activations), one more ulp of that type of the magnitude.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from krnl.ops import attention, gemm, loss, norm, optimizer, pointwise
 from krnl.plan.op import Op
 
 Arrays = dict[str, Any]
+Dims = dict[str, Any]
 # Sizes around every tile edge in use, and small ones.
 SIZES = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97, 130]
 size = st.sampled_from(SIZES)
@@ -31,14 +33,15 @@ class Case:
     """How to draw an op's sizes and inputs, and what its error is measured against."""
 
     op: Op
-    dims: Callable[[Any], dict[str, Any]]  # draw -> sizes; group letters have a tuple
-    special: Callable[[np.random.Generator, dict[str, Any], int, Arrays], Arrays] = lambda rng, d, live, given: {}
-    magnitude: Callable[["Case", Arrays], tuple[Any, ...]] | None = None  # of every output; None: op on absolute values
-    terms: Callable[[dict[str, Any]], float] = lambda d: 1.0  # k: how many values are summed
+    dims: Callable[[Any], Dims]  # draw -> sizes; group letters have a tuple
+    # Integers, and inputs that must fit others; handed the values drawn so far.
+    special: Callable[[np.random.Generator, Dims, int, Arrays], Arrays] = lambda *given: {}
+    magnitude: Callable[["Case", Arrays], tuple[Any, ...]] | None = None  # None: `absolute`
+    terms: Callable[[Dims], float] = lambda d: 1.0  # k: how many values are summed
     attributes: Callable[[Any], dict[str, float]] = lambda draw: {}
-    absent: Callable[[Any, dict[str, Any]], set[str]] = lambda draw, dims: set()  # optional inputs to leave out
-    rounds_inside: bool = False  # operands formed inside the kernel are rounded to the activation type
-    scale: dict[str, float] = field(default_factory=dict)  # standard deviations of inputs, where not 1
+    absent: Callable[[Any, Dims], set[str]] = lambda draw, dims: set()  # inputs to leave out
+    rounds_inside: bool = False  # what the kernel forms inside has the activation type
+    scale: dict[str, float] = field(default_factory=dict)  # standard deviations, where not 1
 
 
 def absolute(case: Case, given: Arrays) -> tuple[Any, ...]:
@@ -59,10 +62,13 @@ def absolute(case: Case, given: Arrays) -> tuple[Any, ...]:
 
 def draw_group(draw: Any, letters: str) -> dict[str, Any]:
     count = draw(st.integers(1, 3))
-    return {letter: tuple(draw(size if letter == "o" else rank) for _ in range(count)) for letter in letters}
+    return {
+        letter: tuple(draw(size if letter == "o" else rank) for _ in range(count))
+        for letter in letters
+    }
 
 
-def linear_dims(draw: Any) -> dict[str, Any]:
+def linear_dims(draw: Any) -> Dims:
     dims = {"n": draw(size), "c": draw(size), **draw_group(draw, "or")}
     return {**dims, "s": sum(dims["r"])}
 
@@ -71,33 +77,45 @@ def without_adapter(*names: str) -> Callable[[Any, dict[str, Any]], set[str]]:
     return lambda draw, dims: set(names) if draw(st.booleans()) else set()
 
 
-def linear_absent(draw: Any, dims: dict[str, Any]) -> set[str]:
+def linear_absent(draw: Any, dims: Dims) -> set[str]:
     absent = {"bias"} if draw(st.booleans()) else set()
     absent |= {"u", "b"} if draw(st.booleans()) else set()
     return absent | ({"residual"} if len(dims["o"]) > 1 or draw(st.booleans()) else set())
 
 
-def swiglu_dims(draw: Any) -> dict[str, Any]:
+def swiglu_dims(draw: Any) -> Dims:
     dims = {letter: draw(size) for letter in "ncf"} | {letter: draw(rank) for letter in "pq"}
     return {**dims, "s": dims["p"] + dims["q"]}
 
 
 def plain(letters: str, **fixed: Any) -> Callable[[Any], dict[str, Any]]:
-    return lambda draw: {letter: draw(size) for letter in letters} | {k: draw(v) for k, v in fixed.items()}
+    return lambda draw: (
+        {letter: draw(size) for letter in letters} | {k: draw(v) for k, v in fixed.items()}
+    )
 
 
-def heads_dims(draw: Any) -> dict[str, Any]:
-    return {"n": draw(size), "h": draw(st.integers(1, 4)), "d": draw(st.sampled_from([2, 6, 16, 64, 80, 128]))}
+def heads_dims(draw: Any) -> Dims:
+    return {
+        "n": draw(size),
+        "h": draw(st.integers(1, 4)),
+        "d": draw(st.sampled_from([2, 6, 16, 64, 80, 128])),
+    }
 
 
-def attention_dims(draw: Any) -> dict[str, Any]:
+def attention_dims(draw: Any) -> Dims:
     g = draw(st.integers(1, 3))
     n = draw(size)
     d = draw(st.sampled_from([2, 6, 16, 40, 64, 96, 128]))
-    return {"n": n, "m": n + draw(st.integers(0, 200)), "h": g * draw(st.integers(1, 3)), "g": g, "d": d}
+    return {
+        "n": n,
+        "m": n + draw(st.integers(0, 200)),
+        "h": g * draw(st.integers(1, 3)),
+        "g": g,
+        "d": d,
+    }
 
 
-def key_ranges(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+def key_ranges(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
     start = rng.integers(0, d["m"], d["n"])
     stop = start + 1 + rng.integers(0, d["m"], d["n"])
     return {"start": start, "stop": np.minimum(stop, d["m"])}
@@ -105,16 +123,20 @@ def key_ranges(rng: np.random.Generator, d: dict[str, Any], live: int, given: Ar
 
 def document_starts(rng: np.random.Generator, n: int) -> np.ndarray:
     """Starts of random documents, behind which a window may also follow."""
-    starts = np.maximum.accumulate(np.where(rng.random(n) < rng.choice([0.0, 0.05, 0.5]), np.arange(n), 0))
+    starts = np.maximum.accumulate(
+        np.where(rng.random(n) < rng.choice([0.0, 0.05, 0.5]), np.arange(n), 0)
+    )
     window = rng.integers(1, n + 1) if rng.random() < 0.5 else n
     return np.maximum(starts, np.arange(n) - window + 1)
 
 
-def forward_results(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+def forward_results(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
     n = d["n"]
     start = document_starts(rng, n)
     o, lse = attention.attention.reference(
-        *(given[name][:live] for name in ("q", "k", "v")), start[:live], np.arange(1, live + 1),
+        *(given[name][:live] for name in ("q", "k", "v")),
+        start[:live],
+        np.arange(1, live + 1),
         scale=given["attributes"]["scale"],
     )
     full_o, full_lse = np.zeros_like(given["q"]), np.zeros((n, d["h"]))
@@ -122,7 +144,7 @@ def forward_results(rng: np.random.Generator, d: dict[str, Any], live: int, give
     return {"start": start, "o": full_o, "lse": full_lse}
 
 
-def norm_statistics(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+def norm_statistics(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
     return {"rstd": (np.mean(given["x"] ** 2, axis=-1) + 1e-5) ** -0.5}
 
 
@@ -176,11 +198,25 @@ def loss_magnitude(case: Case, given: Arrays) -> tuple[Any, ...]:
 
 def adamw_magnitude(case: Case, given: Arrays) -> tuple[Any, ...]:
     lr = given["hyper"][0]
-    return np.abs(given["+param"]) + 20 * lr, np.abs(given["+first"]) + 1, np.abs(given["+second"]) + 1
+    return (
+        np.abs(given["+param"]) + 20 * lr,
+        np.abs(given["+first"]) + 1,
+        np.abs(given["+second"]) + 1,
+    )
 
 
-def hyper(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
-    values = [1e-2, 0.9, 0.999, 1e-8, 0.01, rng.choice([0.0, 1.0]), 1 - 0.9**3, 1 - 0.999**3, 1 / rng.integers(1, 99)]
+def hyper(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
+    values = [
+        1e-2,
+        0.9,
+        0.999,
+        1e-8,
+        0.01,
+        rng.choice([0.0, 1.0]),
+        1 - 0.9**3,
+        1 - 0.999**3,
+        1 / rng.integers(1, 99),
+    ]
     special = {"hyper": np.array(values)}
     if "norm" in given:
         special["norm"] = np.array([rng.choice([0.3, 5.0, np.inf])])
@@ -189,13 +225,13 @@ def hyper(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays)
 
 
 def integers(**ranges: Callable[[dict[str, Any]], tuple[int, int]]) -> Callable[..., Arrays]:
-    def special(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+    def special(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
         return {name: rng.integers(*limits(d), d["n"]) for name, limits in ranges.items()}
 
     return special
 
 
-def dropout_inputs(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+def dropout_inputs(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
     n = d["n"]
     return {
         "document": rng.integers(0, 50, n),
@@ -204,11 +240,14 @@ def dropout_inputs(rng: np.random.Generator, d: dict[str, Any], live: int, given
     }
 
 
-def logits_inputs(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
-    return {"target": rng.integers(0, d["v"], d["n"]), "loss_scale": np.array([rng.choice([1.0, 128.0])])}
+def logits_inputs(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
+    return {
+        "target": rng.integers(0, d["v"], d["n"]),
+        "loss_scale": np.array([rng.choice([1.0, 128.0])]),
+    }
 
 
-def cache_rows(rng: np.random.Generator, d: dict[str, Any], live: int, given: Arrays) -> Arrays:
+def cache_rows(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
     return {"row": rng.permutation(d["m"])[: d["n"]]}
 
 
@@ -225,16 +264,36 @@ def dropout_attributes(draw: Any) -> dict[str, float]:
 
 
 CASES = [
-    Case(gemm.lora_down, plain("nc", s=st.sampled_from([1, 4, 16, 17, 48, 64])), terms=lambda d: d["c"]),
-    Case(gemm.lora_linear, linear_dims, absent=linear_absent, terms=lambda d: d["c"] + d["s"]),
-    Case(gemm.lora_swiglu, swiglu_dims, absent=without_adapter("u", "b_gate", "b_up"), terms=lambda d: d["c"] + d["s"]),
-    Case(gemm.lora_up_backward, linear_dims, terms=lambda d: max(d["o"])),
-    Case(gemm.lora_linear_backward, linear_dims, absent=without_adapter("v", "a"), terms=lambda d: sum(d["o"]) + d["s"]),
     Case(
-        gemm.lora_swiglu_backward, plain("ncf", s=rank), absent=without_adapter("v", "a"),
+        gemm.lora_down,
+        plain("nc", s=st.sampled_from([1, 4, 16, 17, 48, 64])),
+        terms=lambda d: d["c"],
+    ),
+    Case(gemm.lora_linear, linear_dims, absent=linear_absent, terms=lambda d: d["c"] + d["s"]),
+    Case(
+        gemm.lora_swiglu,
+        swiglu_dims,
+        absent=without_adapter("u", "b_gate", "b_up"),
         terms=lambda d: d["c"] + d["s"],
     ),
-    Case(gemm.lora_a_grad, plain("nc", s=st.sampled_from([1, 4, 16, 17, 48, 64])), terms=lambda d: d["n"]),
+    Case(gemm.lora_up_backward, linear_dims, terms=lambda d: max(d["o"])),
+    Case(
+        gemm.lora_linear_backward,
+        linear_dims,
+        absent=without_adapter("v", "a"),
+        terms=lambda d: sum(d["o"]) + d["s"],
+    ),
+    Case(
+        gemm.lora_swiglu_backward,
+        plain("ncf", s=rank),
+        absent=without_adapter("v", "a"),
+        terms=lambda d: d["c"] + d["s"],
+    ),
+    Case(
+        gemm.lora_a_grad,
+        plain("nc", s=st.sampled_from([1, 4, 16, 17, 48, 64])),
+        terms=lambda d: d["n"],
+    ),
     Case(gemm.lora_b_grad, linear_dims, terms=lambda d: d["n"]),
     Case(pointwise.embedding, plain("nvc"), special=integers(ids=lambda d: (0, d["v"]))),
     Case(pointwise.gather_rows, plain("tnc"), special=integers(index=lambda d: (-1, d["t"]))),
@@ -243,43 +302,78 @@ CASES = [
     Case(pointwise.swiglu, plain("nf")),
     Case(pointwise.swiglu_backward, plain("nf")),
     Case(
-        pointwise.rope_table, plain("np"), special=integers(position=lambda d: (0, 9000)),
+        pointwise.rope_table,
+        plain("np"),
+        special=integers(position=lambda d: (0, 9000)),
         attributes=lambda draw: {"scale": draw(st.sampled_from([1.0, 1.3]))},
-        magnitude=lambda case, given: (np.ones((len(given["position"]), len(given["inv_freq"]))),) * 2,
+        magnitude=lambda case, given: (
+            (np.ones((len(given["position"]), len(given["inv_freq"]))),) * 2
+        ),
     ),
     Case(
-        pointwise.rope, lambda draw: (lambda d: {**d, "p": d["d"] // 2})(heads_dims(draw)),
+        pointwise.rope,
+        lambda draw: (lambda d: {**d, "p": d["d"] // 2})(heads_dims(draw)),
         attributes=lambda draw: {"sign": draw(st.sampled_from([1.0, -1.0]))},
         magnitude=rope_magnitude,
     ),
     Case(pointwise.dropout, plain("nc"), special=dropout_inputs, attributes=dropout_attributes),
-    Case(pointwise.dropout_backward, plain("nc"), special=dropout_inputs, attributes=dropout_attributes),
+    Case(
+        pointwise.dropout_backward,
+        plain("nc"),
+        special=dropout_inputs,
+        attributes=dropout_attributes,
+    ),
     Case(norm.rms_norm, plain("nc"), attributes=eps, terms=lambda d: d["c"]),
     Case(
-        norm.rms_norm_backward, plain("nc"), special=norm_statistics, magnitude=norm_backward_magnitude,
-        absent=without_adapter("residual"), terms=lambda d: d["c"],
+        norm.rms_norm_backward,
+        plain("nc"),
+        special=norm_statistics,
+        magnitude=norm_backward_magnitude,
+        absent=without_adapter("residual"),
+        terms=lambda d: d["c"],
     ),
     Case(norm.head_norm, heads_dims, attributes=eps, terms=lambda d: d["d"]),
     Case(
-        norm.head_norm_backward, heads_dims, special=norm_statistics, magnitude=norm_backward_magnitude,
+        norm.head_norm_backward,
+        heads_dims,
+        special=norm_statistics,
+        magnitude=norm_backward_magnitude,
         terms=lambda d: d["d"],
     ),
     Case(
-        attention.attention, attention_dims, special=key_ranges, attributes=score_scale,
-        magnitude=attention_magnitude, terms=lambda d: d["m"] + d["d"], rounds_inside=True,
+        attention.attention,
+        attention_dims,
+        special=key_ranges,
+        attributes=score_scale,
+        magnitude=attention_magnitude,
+        terms=lambda d: d["m"] + d["d"],
+        rounds_inside=True,
     ),
     Case(
-        attention.attention_backward, attention_dims, special=forward_results, attributes=score_scale,
-        magnitude=attention_backward_magnitude, terms=lambda d: d["n"] * d["h"] + d["d"], rounds_inside=True,
+        attention.attention_backward,
+        attention_dims,
+        special=forward_results,
+        attributes=score_scale,
+        magnitude=attention_backward_magnitude,
+        terms=lambda d: d["n"] * d["h"] + d["d"],
+        rounds_inside=True,
     ),
     Case(attention.cache_write, attention_dims, special=cache_rows),
     Case(
-        loss.cross_entropy, plain("nv"), special=logits_inputs, magnitude=loss_magnitude,
-        terms=lambda d: d["v"] + d["n"], scale={"+logits": 4.0},
+        loss.cross_entropy,
+        plain("nv"),
+        special=logits_inputs,
+        magnitude=loss_magnitude,
+        terms=lambda d: d["v"] + d["n"],
+        scale={"+logits": 4.0},
     ),
     Case(
-        loss.cross_entropy_loss, plain("nv"), special=logits_inputs, magnitude=loss_magnitude,
-        terms=lambda d: d["v"] + d["n"], scale={"logits": 4.0},
+        loss.cross_entropy_loss,
+        plain("nv"),
+        special=logits_inputs,
+        magnitude=loss_magnitude,
+        terms=lambda d: d["v"] + d["n"],
+        scale={"logits": 4.0},
     ),
     Case(optimizer.gradient_norm, plain("p"), special=hyper, terms=lambda d: d["p"]),
     Case(optimizer.adamw, plain("p"), special=hyper, magnitude=adamw_magnitude, terms=lambda d: 16),
@@ -287,7 +381,12 @@ CASES = [
 
 
 def allowance(
-    case: Case, given: Arrays, reference: tuple[Any, ...], activation: DType, types: list[DType], rounds_weights: bool
+    case: Case,
+    given: Arrays,
+    reference: tuple[Any, ...],
+    activation: DType,
+    types: list[DType],
+    rounds_weights: bool,
 ) -> list[Any]:
     """How far each output may be from the reference."""
     magnitudes = (case.magnitude or absolute)(case, given)

@@ -1,7 +1,8 @@
 """Every op on every available backend against its float64 reference.
 
-Inputs are rounded to the device's types before the reference sees them. Rows beyond the live ones hold NaN, temps hold
-NaN, and every output lies between guard elements that must come back untouched.
+Inputs are rounded to the device's types before the reference sees them. Rows beyond the live ones
+hold NaN, temps hold NaN, and every output lies between guard elements that must come back
+untouched.
 """
 
 import os
@@ -12,19 +13,25 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from op_cases import CASES, Case, allowance
 
 from krnl.backends.cpu import CpuBackend, available_isas
 from krnl.backends.reference import ReferenceBackend
 from krnl.dtypes import BF16, F16, F32, I32, DType
+from krnl.ops import attention, gemm, loss, norm, optimizer, pointwise
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
-from krnl.plan.op import Parameter
+from krnl.plan.op import Op, Parameter
 from krnl.plan.step import Step
-from op_cases import CASES, Case, allowance
 
-GUARD = 24  # elements before and after an output; not a multiple of a vector, so that outputs are misaligned
+GUARD = 24  # elements around an output; no multiple of a vector, so that outputs are misaligned
 EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "25"))
-WEIGHTS = {"w", "w_gate", "w_up", "table"}  # read in the checkpoint's type, whatever the activations are
+WEIGHTS = {
+    "w",
+    "w_gate",
+    "w_up",
+    "table",
+}  # read in the checkpoint's type, whatever the activations are
 
 
 @cache
@@ -50,9 +57,15 @@ class Bench:
         self.attributes = case.attributes(draw)
         self.absent = case.absent(draw, self.dims)
         self.weight = draw(st.sampled_from([BF16, F32, F16]))
-        self.target = draw(st.sampled_from([BF16, F32, F16])) if case.op.name == "cast" else activation
+        self.target = (
+            draw(st.sampled_from([BF16, F32, F16])) if case.op.name == "cast" else activation
+        )
         n = self.dims.get("n", 0)
-        self.live = draw(st.sampled_from(sorted({0, 1, n // 2, max(n - 1, 0), n}))) if case.op.has_live else n
+        self.live = (
+            draw(st.sampled_from(sorted({0, 1, n // 2, max(n - 1, 0), n})))
+            if case.op.has_live
+            else n
+        )
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         self.group = max((len(s) for s in self.dims.values() if isinstance(s, tuple)), default=1)
         self.values = self._draw_values()
@@ -63,7 +76,8 @@ class Bench:
         return self.weight if parameter.name in WEIGHTS else self.activation
 
     def _draw_values(self) -> dict[str, Any]:
-        """Float64 values, already rounded, under the parameter's name ('+name' for old values of outputs)."""
+        """Float64 values, already rounded, under the parameter's name ('+name' for old values of "
+        "outputs)."""
         given: dict[str, Any] = {"dims": self.dims, "attributes": self.attributes}
         wanted = [(p.name, p) for p in self.op.inputs if p.name != "live"]
         wanted += [("+" + p.name, p) for p in self.op.outputs if p.updated]
@@ -78,7 +92,9 @@ class Bench:
             ]
             given[name] = drawn if parameter.group else drawn[0]
         special = self.case.special(self.rng, self.dims, self.live, given)
-        parameters = {p.name: p for p in self.op.inputs} | {"+" + p.name: p for p in self.op.outputs}
+        parameters = {p.name: p for p in self.op.inputs} | {
+            "+" + p.name: p for p in self.op.outputs
+        }
         for name, value in special.items():
             if name in given:
                 given[name] = self.round(value, parameters[name])
@@ -116,7 +132,10 @@ class Bench:
             if p.name == "live":
                 continue
             count = self.group if p.group else 1
-            made = [Buffer(p.name, shape_of(p, self.dims, i), self.dtype(p), Kind.INPUT) for i in range(count)]
+            made = [
+                Buffer(p.name, shape_of(p, self.dims, i), self.dtype(p), Kind.INPUT)
+                for i in range(count)
+            ]
             buffers[p.name] = None if p.name in self.absent else tuple(made) if p.group else made[0]
         live = Buffer("live", (1,), I32, Kind.INPUT)
         roots: list[list[Buffer]] = []
@@ -124,7 +143,9 @@ class Bench:
         for p in self.op.outputs:
             dtype = p.dtype or self.target
             shapes = [shape_of(p, self.dims, i) for i in range(self.group if p.group else 1)]
-            roots.append([Buffer(p.name, (int(np.prod(s)) + 2 * GUARD,), dtype, Kind.STATE) for s in shapes])
+            roots.append(
+                [Buffer(p.name, (int(np.prod(s)) + 2 * GUARD,), dtype, Kind.STATE) for s in shapes]
+            )
             parts = [root.part(p.name, GUARD, s) for root, s in zip(roots[-1], shapes, strict=True)]
             outputs.append(tuple(parts) if p.group else parts[0])
         inputs = [buffers[p.name] for p in self.op.inputs if p.name != "live"]
@@ -139,7 +160,9 @@ class Bench:
         program.run()
         return self._read(memory, roots)
 
-    def _write(self, memory: Any, buffers: dict[str, Any], live: Buffer, roots: list[list[Buffer]]) -> None:
+    def _write(
+        self, memory: Any, buffers: dict[str, Any], live: Buffer, roots: list[list[Buffer]]
+    ) -> None:
         if self.op.has_live:
             memory.write(live, np.array([self.live]))
         for p in self.op.inputs:
@@ -170,7 +193,9 @@ class Bench:
             arrays = []
             for i, root in enumerate(group):
                 raw = memory.read(root).astype(np.float64)
-                assert (raw[:GUARD] == 7).all() and (raw[-GUARD:] == 7).all(), f"wrote outside '{p.name}'"
+                assert (raw[:GUARD] == 7).all() and (raw[-GUARD:] == 7).all(), (
+                    f"wrote outside '{p.name}'"
+                )
                 value = raw[GUARD:-GUARD].reshape(shape_of(p, self.dims, i))
                 if p.letters[0] == "n" and self.op.has_live:
                     dead = value[self.live :]
@@ -190,14 +215,21 @@ class Bench:
             rounds_weights = weighted and self.activation is BF16 and self.weight is not BF16
             bounds = allowance(self.case, seen, reference, self.activation, types, rounds_weights)
         used = 0.0
-        for p, got, want, bound in zip(self.op.outputs, self.run(device), reference, bounds, strict=True):
+        for p, got, want, bound in zip(
+            self.op.outputs, self.run(device), reference, bounds, strict=True
+        ):
             triples = zip(got, want, bound, strict=True) if p.group else [(got[0], want, bound)]
             for g, w, b in triples:
                 w, b = np.broadcast_to(w, g.shape), np.broadcast_to(b, g.shape)
                 same = (g == w) | (np.isnan(g) & np.isnan(w))
-                share = np.where(same, 0.0, np.abs(g - w) / np.maximum(b, np.finfo(np.float64).tiny))
+                share = np.where(
+                    same, 0.0, np.abs(g - w) / np.maximum(b, np.finfo(np.float64).tiny)
+                )
                 worst = float(share.max(initial=0.0))
-                assert worst <= 1.0, f"'{p.name}' is off by {worst:.2f} of its allowance; sizes {self.dims}, live {self.live}"
+                assert worst <= 1.0, (
+                    f"'{p.name}' is off by {worst:.2f} of its allowance; sizes {self.dims}, live "
+                    f"{self.live}"
+                )
                 used = max(used, worst)
         return used
 
@@ -205,11 +237,16 @@ class Bench:
 @pytest.mark.parametrize("activation", [F32, BF16], ids=str)
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.op.name)
-def test_op_matches_its_reference(case: Case, isa: str, activation: DType, record_property: Any) -> None:
+def test_op_matches_its_reference(
+    case: Case, isa: str, activation: DType, record_property: Any
+) -> None:
     used: list[float] = []
 
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.data())
@@ -223,13 +260,21 @@ def test_op_matches_its_reference(case: Case, isa: str, activation: DType, recor
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.op.name)
 def test_the_reference_backend_evaluates_the_definition(case: Case) -> None:
-    @settings(max_examples=5, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=5,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         bench = Bench(case, data.draw, F32)
         bench.target = F32
         _, reference = bench.reference()
-        for p, got, want in zip(bench.op.outputs, bench.run(ReferenceBackend()), reference, strict=True):
+        for p, got, want in zip(
+            bench.op.outputs, bench.run(ReferenceBackend()), reference, strict=True
+        ):
             for g, w in zip(got, want if p.group else [want], strict=True):
                 np.testing.assert_array_equal(g, np.broadcast_to(w, g.shape))
 
@@ -237,8 +282,6 @@ def test_the_reference_backend_evaluates_the_definition(case: Case) -> None:
 
 
 def test_every_op_has_a_case() -> None:
-    from krnl.ops import attention, gemm, loss, norm, optimizer, pointwise
-    from krnl.plan.op import Op
-
-    defined = {v.name for m in (attention, gemm, loss, norm, optimizer, pointwise) for v in vars(m).values() if isinstance(v, Op)}
+    modules = (attention, gemm, loss, norm, optimizer, pointwise)
+    defined = {v.name for m in modules for v in vars(m).values() if isinstance(v, Op)}
     assert defined == {case.op.name for case in CASES}

@@ -3,8 +3,11 @@
     import krnl
 
     model = krnl.load("examples/storyteller/model")
-    result = krnl.train(model, "examples/storyteller/data", krnl.Lora(rank=16, alpha=32), out="adapter", epochs=3)
+    lora = krnl.Lora(rank=16, alpha=32)
+    krnl.train(model, "examples/storyteller/data", lora, out="adapter", epochs=3, lr=1e-3)
     print(krnl.generate(model, "How did Cora feel?", adapter="adapter"))
+
+The command line does the same things with the same words.
 """
 
 from importlib import import_module

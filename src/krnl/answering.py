@@ -17,7 +17,8 @@ from krnl.options import GenerateOptions
 
 
 def answer(options: GenerateOptions) -> None:
-    """Prints answers to standard output: a single one as it grows, several in the order of their prompts."""
+    """Prints answers to standard output: a single one as it grows, several in the order of their
+    prompts."""
     if (options.prompt is None) == (options.messages is None):
         raise ConfigError("Give either a prompt or --messages FILE.jsonl.")
     if options.answer_last and options.messages is None:
@@ -50,15 +51,16 @@ def answer(options: GenerateOptions) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> np.ndarray:
-    """Token ids of a prompt: as a user's turn if the tokenizer has a chat template, unless it is `raw`."""
+    """Token ids of a prompt: as a user's turn if the tokenizer has a chat template, unless it is
+    `raw`."""
     if tokenizer.has_template and not raw:
         return _chat_ids(tokenizer, [{"role": "user", "content": prompt}], None)
     return tokenizer.encode(prompt).ids
 
 
 def conversation_ids(tokenizer: Tokenizer, path: Path, answer_last: bool) -> list[np.ndarray]:
-    """Token ids of every conversation in a file, up to where the assistant answers. DataError names the line of one that
-    does not end with somebody else's turn."""
+    """Token ids of every conversation in a file, up to where the assistant answers. DataError names
+    the line of one that does not end with somebody else's turn."""
     prompts = []
     for row in read_rows(path):
         if not isinstance(row, Chat):
@@ -66,10 +68,16 @@ def conversation_ids(tokenizer: Tokenizer, path: Path, answer_last: bool) -> lis
         messages = list(row.messages)
         if answer_last:
             if messages[-1]["role"] != "assistant":
-                raise DataError(f"{row.where} does not end with an assistant's turn, which --answer-last leaves out.")
+                raise DataError(
+                    f"{row.where} does not end with an assistant's turn, which --answer-last "
+                    "leaves out."
+                )
             messages.pop()
         if not messages or messages[-1]["role"] == "assistant":
-            raise DataError(f"{row.where} leaves nothing to answer: its last turn is the assistant's. Give --answer-last to answer it anew.")
+            raise DataError(
+                f"{row.where} leaves nothing to answer: its last turn is the assistant's. Give "
+                "--answer-last to answer it anew."
+            )
         prompts.append(_chat_ids(tokenizer, messages, row.tools))
     return prompts
 

@@ -1,4 +1,5 @@
-"""The Python interface: load, Lora, train, generate. The command line does the same things with the same words."""
+"""The Python interface: load, Lora, train, generate. The command line does the same things with the
+same words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
-    """Fine-tunes; `settings` are those of `krnl train` (lr=1e-4, epochs=3, …). The adapter is in `out` afterwards."""
+    """Fine-tunes; `settings` are those of `krnl train` (lr=1e-4, epochs=3, …). The adapter is in
+    `out` afterwards."""
     folder = str(model.folder) if isinstance(model, Model) else str(model)
     adapter = lora or Lora()
     given = {**vars(adapter), "targets": list(adapter.targets), **settings}
@@ -78,5 +80,7 @@ def generate(
     request = Request([ids], max_tokens, Sampling(temperature, top_p, seed))
     backend = open_backend(device)
     loaded = opened.read_adapter(Path(adapter).expanduser()) if adapter is not None else None
-    generator = open_generator(opened, loaded, backend, activation_type(backend, precision), request)
+    generator = open_generator(
+        opened, loaded, backend, activation_type(backend, precision), request
+    )
     return "".join(piece for _, piece, _ in answer_all(generator, opened, request))

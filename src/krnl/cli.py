@@ -1,4 +1,5 @@
-"""The command line. Each command imports what it needs when it runs, so that `krnl --help` answers at once."""
+"""The command line. Each command imports what it needs when it runs, so that `krnl --help` answers
+at once."""
 
 import sys
 from collections.abc import Callable
@@ -46,7 +47,9 @@ def run(arguments: list[str]) -> int:
 
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        return _complain(f"There is no command '{arguments[0]}'.{hint} `krnl --help` lists them.", 2)
+        return _complain(
+            f"There is no command '{arguments[0]}'.{hint} `krnl --help` lists them.", 2
+        )
     try:
         return command(arguments[1:])
     except (BackendError, TrainingError) as error:
@@ -80,7 +83,9 @@ def _settings(name: str, arguments: list[str]) -> "TrainConfig":
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         default, arguments = from_yaml(Path(arguments[0])), arguments[1:]
     elif arguments and not arguments[0].startswith("-"):
-        raise ConfigError(f"'{arguments[0]}' is neither a .yaml file nor a flag; a model is given as --model.")
+        raise ConfigError(
+            f"'{arguments[0]}' is neither a .yaml file nor a flag; a model is given as --model."
+        )
     settings: TrainConfig = _parse(TrainConfig, name, arguments, default)
     return settings
 
@@ -115,14 +120,20 @@ def plan(arguments: list[str]) -> int:
     every = "--dispatches" in arguments
     arguments = [a for a in arguments if a != "--dispatches"]
     model = None
-    if arguments and not arguments[0].startswith("-") and not arguments[0].endswith((".yaml", ".yml")):
+    if (
+        arguments
+        and not arguments[0].startswith("-")
+        and not arguments[0].endswith((".yaml", ".yml"))
+    ):
         model, arguments = arguments[0], arguments[1:]
     config = _settings("plan", arguments)
     if model is not None:
         config = replace(config, model=model)
     config = replace(config, data=config.data or "unused").check()
     backend = open_backend(config.device)
-    print_plan(plan_run(config, backend, activation_type(backend, config.precision)), Console(), every)
+    print_plan(
+        plan_run(config, backend, activation_type(backend, config.precision)), Console(), every
+    )
     return 0
 
 
@@ -150,8 +161,10 @@ def merge(arguments: list[str]) -> int:
     adapter = model.read_adapter(Path(options.adapter).expanduser())
     merged = merge_models(model, adapter, Path(options.out).expanduser(), open_backend("auto"))
     print(
-        f"{merged.tensors} layers merged into {merged.out}. On a probe text the merged model's logits differ from the "
-        f"adapter's by at most {merged.logits_error:.2e} of the largest; rounding moved weights by at most "
+        f"{merged.tensors} layers merged into {merged.out}. On a probe text the merged model's "
+        "logits differ from the "
+        f"adapter's by at most {merged.logits_error:.2e} of the largest; rounding moved weights by "
+        "at most "
         f"{merged.largest_rounding:.2e} of their tensor's largest."
     )
     return 0

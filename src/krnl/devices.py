@@ -19,7 +19,9 @@ def open_backend(device: str) -> Backend:
 
         return ReferenceBackend()
     if device in ("metal", "cuda"):
-        raise ConfigError(f"device is '{device}', which this version of KRNL does not have yet; use cpu.")
+        raise ConfigError(
+            f"device is '{device}', which this version of KRNL does not have yet; use cpu."
+        )
     raise ConfigError(f"device is '{device}'; it must be one of {', '.join(DEVICES)}.")
 
 
@@ -30,8 +32,13 @@ def activation_type(backend: Backend, precision: str) -> DType:
         return offered[0]
     dtype = PRECISIONS.get(precision)
     if dtype is None:
-        raise ConfigError(f"precision is '{precision}'; it must be one of auto, {', '.join(PRECISIONS)}.")
+        raise ConfigError(
+            f"precision is '{precision}'; it must be one of auto, {', '.join(PRECISIONS)}."
+        )
     if dtype not in offered:
         names = ", ".join(name for name, offer in PRECISIONS.items() if offer in offered)
-        raise ConfigError(f"precision is '{precision}', in which the {backend.name} device does not compute; it has {names}.")
+        raise ConfigError(
+            f"precision is '{precision}', in which the {backend.name} device does not compute; it "
+            f"has {names}."
+        )
     return dtype

@@ -23,7 +23,17 @@ from krnl.model import Model, initial_modules
 from krnl.models.config import parse, tensor_shapes
 from krnl.train.session import Session, plan_training
 
-LIBRARIES = ("numpy", "ml_dtypes", "tokenizers", "huggingface-hub", "jinja2", "pyyaml", "tyro", "rich", "matplotlib")
+LIBRARIES = (
+    "numpy",
+    "ml_dtypes",
+    "tokenizers",
+    "huggingface-hub",
+    "jinja2",
+    "pyyaml",
+    "tyro",
+    "rich",
+    "matplotlib",
+)
 
 # A model small enough for the reference, with every kind of layer in it.
 CONFIG = {
@@ -44,8 +54,12 @@ TOKENS = 96
 
 
 def examine(console: Console) -> bool:
-    """Prints versions, instruction sets and one step on each backend against the reference. Whether all passed."""
-    console.print(f"krnl {__version__}, Python {platform.python_version()}, {platform.platform()}", highlight=False)
+    """Prints versions, instruction sets and one step on each backend against the reference. Whether
+    all passed."""
+    console.print(
+        f"krnl {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        highlight=False,
+    )
     found = []
     for name in LIBRARIES:
         try:
@@ -70,17 +84,20 @@ def examine(console: Console) -> bool:
             try:
                 backend = CpuBackend()
             finally:
-                os.environ.pop(ISA_VARIABLE) if before is None else os.environ.update({ISA_VARIABLE: before})
+                os.environ.pop(ISA_VARIABLE) if before is None else os.environ.update(
+                    {ISA_VARIABLE: before}
+                )
             for activation in (F32, BF16):
                 error = _difference(one_step(model, backend, activation), exact)
-                # Gradients pass through some thirty roundings to the activation type, which add like a random walk, and
-                # float32 sums of up to 199 terms.
+                # Gradients pass through some thirty roundings to the activation type, which add
+                # like a random walk, and float32 sums of up to 199 terms.
                 allowed = 30**0.5 * activation.eps + 199**0.5 * F32.eps
                 ok = error <= allowed
                 passed &= ok
                 verdict = "[green]pass[/]" if ok else "[red]FAIL[/]"
                 console.print(
-                    f"{verdict} one step on cpu ({isa}, {activation}): gradients within {error:.1e} of the reference "
+                    f"{verdict} one step on cpu ({isa}, {activation}): gradients within "
+                    f"{error:.1e} of the reference "
                     f"(allowed {allowed:.1e})",
                     highlight=False,
                 )
@@ -92,12 +109,19 @@ def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
     adapter = AdapterConfig(rank=8, alpha=16.0)
     modules = initial_modules(adapter, model.config, seed=1)
     random = np.random.default_rng(2)
-    modules = {path: (a, random.normal(0, 0.02, b.shape).astype(np.float32)) for path, (a, b) in modules.items()}
-    planned = plan_training(model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS)
+    modules = {
+        path: (a, random.normal(0, 0.02, b.shape).astype(np.float32))
+        for path, (a, b) in modules.items()
+    }
+    planned = plan_training(
+        model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS
+    )
     session = Session(planned, model, modules, backend, seed=0)
     session.accumulate(_pass(model.config.vocab_size), 1)
     gradients = session.gradients()
-    return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(np.float64)
+    return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(
+        np.float64
+    )
 
 
 def _pass(vocab_size: int) -> Pass:
@@ -125,7 +149,9 @@ def _model(folder: Path) -> Model:
     write_json_atomic(folder / "config.json", CONFIG)
     random = np.random.default_rng(0)
     tensors = {
-        name: (random.normal(1, 0.1, shape) if len(shape) == 1 else random.normal(0, 0.08, shape)).astype(BF16.numpy)
+        name: (
+            random.normal(1, 0.1, shape) if len(shape) == 1 else random.normal(0, 0.08, shape)
+        ).astype(BF16.numpy)
         for name, shape in tensor_shapes(parse(CONFIG, "doctor")).items()
     }
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})

@@ -8,9 +8,9 @@
     ├── TrainingError  a run that diverged                   (names the update)
     └── BackendError   a device or a kernel failed           (names the dispatch)
 
-Every message is one or more plain sentences: what happened, where, what to do. The command line prints the
-message alone and exits with 2 (1 for the last two, which are nobody's mistake); a traceback means a bug in KRNL.
-"""
+Every message is one or more plain sentences: what happened, where, what to do. The command line
+prints the message alone and exits with 2 (1 for the last two, which are nobody's mistake); a
+traceback means a bug in KRNL."""
 
 
 class KrnlError(Exception):

@@ -1,4 +1,5 @@
-"""Text from a model, with or without an adapter. Many prompts are answered together, each in a slot of one cache."""
+"""Text from a model, with or without an adapter. Many prompts are answered together, each in a slot
+of one cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from krnl.errors import ConfigError, DataError
 from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.decoder import Decoder
-from krnl.models.generation import GenerationPrograms, ReadInputs
+from krnl.models.generation import GenerationPrograms
 from krnl.plan.arena import plan
 
 # Tokens that a pass over prompts reads at once, and prompts that are answered side by side.
@@ -22,8 +23,9 @@ SLOTS = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the most likely one at temperature 0, else from the smallest set of tokens whose
-    probabilities reach top_p (Holtzman et al. 2020). Each prompt draws from its own stream of the seed."""
+    """How the next token is drawn: the most likely one at temperature 0, else from the smallest set
+    of tokens whose probabilities reach top_p (Holtzman et al. 2020). Each prompt draws from its own
+    stream of the seed."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -31,7 +33,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < 100:
-            raise ConfigError(f"temperature is {self.temperature}; it must be at least 0 and below 100.")
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be at least 0 and below 100."
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
         if not 0 <= self.seed < 2**63:
@@ -40,8 +44,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token of prompt number `prompt`. `stopped` says why it was the last one, if it was: `end` (an end
-    token, which is no part of the text) or `length`."""
+    """One generated token of prompt number `prompt`. `stopped` says why it was the last one, if it
+    was: `end` (an end token, which is no part of the text) or `length`."""
 
     prompt: int
     id: int
@@ -72,7 +76,8 @@ class Generator:
         slots: int = 1,
         picks: int | None = None,
     ):
-        """`picks`: of how many tokens a pass over prompts can give the logits; by default one for each slot."""
+        """`picks`: of how many tokens a pass over prompts can give the logits; by default one for
+        each slot."""
         config, modules = adapter if adapter is not None else (None, {})
         shapes = adapter_shapes(config, tuple(modules)) if config is not None else {}
         decoder = Decoder(model.config, model.weights(), shapes, activation)
@@ -82,7 +87,9 @@ class Generator:
             "prompt", PROMPT_TOKENS, picks or slots
         )
         next_step, self._next_inputs, self._next_logits = programs.read("next", slots, slots)
-        prompt_plan, next_plan = plan([prompt_step, next_step], backend.kernels, backend.limits.largest_block)
+        prompt_plan, next_plan = plan(
+            [prompt_step, next_step], backend.kernels, backend.limits.largest_block
+        )
         self._memory = backend.allocate(prompt_plan.layout)
         model.fill(decoder.weights, self._memory)
         if modules:
@@ -91,16 +98,21 @@ class Generator:
         self._next_program = backend.compile(next_plan, self._memory)
 
     def stream(
-        self, prompts: Sequence[np.ndarray], longest_answer: int, end_ids: frozenset[int], sampling: Sampling
+        self,
+        prompts: Sequence[np.ndarray],
+        longest_answer: int,
+        end_ids: frozenset[int],
+        sampling: Sampling,
     ) -> Iterator[Token]:
-        """Answers every prompt (token ids), yielding tokens as they come. A prompt that leaves no room for an answer in
-        the context is a DataError."""
+        """Answers every prompt (token ids), yielding tokens as they come. A prompt that leaves no
+        room for an answer in the context is a DataError."""
         for number, prompt in enumerate(prompts):
             if not len(prompt):
                 raise DataError(f"Prompt {number + 1} is empty.")
             if len(prompt) >= self.context:
                 raise DataError(
-                    f"Prompt {number + 1} has {len(prompt):,} tokens; with room for an answer the limit is {self.context - 1:,}."
+                    f"Prompt {number + 1} has {len(prompt):,} tokens; with room for an answer the "
+                    f"limit is {self.context - 1:,}."
                 )
         waiting = list(range(len(prompts)))[::-1]
         slots: list[_Slot | None] = [None] * self.slots
@@ -108,7 +120,9 @@ class Generator:
             for index, slot in enumerate(slots):
                 if slot is None and waiting:
                     number = waiting.pop()
-                    random = np.random.Generator(np.random.Philox(key=np.array([sampling.seed, number], np.uint64)))
+                    random = np.random.Generator(
+                        np.random.Philox(key=np.array([sampling.seed, number], np.uint64))
+                    )
                     slots[index] = _Slot(number, np.asarray(prompts[number], np.int32), random)
             for index, logits in self._read(slots):
                 slot = slots[index]
@@ -116,7 +130,9 @@ class Generator:
                 chosen = choose(logits, sampling, slot.random)
                 slot.answered += 1
                 full = slot.answered >= longest_answer or slot.length >= self.context
-                stopped: Literal["end", "length"] | None = "end" if chosen in end_ids else "length" if full else None
+                stopped: Literal["end", "length"] | None = (
+                    "end" if chosen in end_ids else "length" if full else None
+                )
                 yield Token(slot.prompt, chosen, stopped)
                 slot.pending = np.array([chosen], np.int32)
                 if stopped:
@@ -124,10 +140,13 @@ class Generator:
 
     def read_whole(self, tokens: np.ndarray) -> np.ndarray:
         """The logits after each of up to PROMPT_TOKENS tokens, float32 [n, vocabulary]."""
-        return self._run(False, np.asarray(tokens, np.int32), [(0, 0, len(tokens))], list(range(len(tokens))))
+        return self._run(
+            False, np.asarray(tokens, np.int32), [(0, 0, len(tokens))], list(range(len(tokens)))
+        )
 
     def _read(self, slots: list[_Slot | None]) -> list[tuple[int, np.ndarray]]:
-        """One pass over what is pending, as far as it fits. Returns slot and logits where a slot has caught up."""
+        """One pass over what is pending, as far as it fits. Returns slot and logits where a slot
+        has caught up."""
         active = [(i, slot) for i, slot in enumerate(slots) if slot is not None]
         single = all(len(slot.pending) == 1 for _, slot in active)
         room = self.slots if single else PROMPT_TOKENS
@@ -155,9 +174,16 @@ class Generator:
         i = self._next_inputs if single else self._prompt_inputs
         position = np.concatenate([first + np.arange(count) for _, first, count in rows])
         base = np.concatenate([np.full(count, slot * self.context) for slot, _, count in rows])
-        values = [(i.tokens, tokens), (i.position, position), (i.row, base + position), (i.stop, base + position + 1)]
+        values = [
+            (i.tokens, tokens),
+            (i.position, position),
+            (i.row, base + position),
+            (i.stop, base + position + 1),
+        ]
         for window, start in i.start.items():
-            first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+            first = (
+                np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+            )
             values.append((start, base + first))
         values.append((i.pick, np.array(picks, np.int32)))
         for buffer, array in values:
@@ -166,7 +192,7 @@ class Generator:
         self._memory.write(i.live_picks, np.array([len(picks)]))
         (self._next_program if single else self._prompt_program).run()
         logits = self._next_logits if single else self._prompt_logits
-        return self._memory.read(logits.rows(0, len(picks)))
+        return self._memory.read(logits.rows(0, len(picks))).astype(np.float32)
 
 
 def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
@@ -179,12 +205,20 @@ def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     order = np.argsort(-p, kind="stable")
     kept = order[: int(np.searchsorted(np.cumsum(p[order]), sampling.top_p)) + 1]
     cumulative = np.cumsum(p[kept])
-    return int(kept[min(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"), len(kept) - 1)])
+    return int(
+        kept[
+            min(
+                np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"),
+                len(kept) - 1,
+            )
+        ]
+    )
 
 
 @dataclass
 class Answer:
-    """A whole answer: its text, how many tokens it took (an end token among them), and why it stopped."""
+    """A whole answer: its text, how many tokens it took (an end token among them), and why it
+    stopped."""
 
     text: str
     tokens: int
@@ -193,7 +227,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be answered: prompts as token ids, the most tokens of an answer, how they are drawn."""
+    """What is to be answered: prompts as token ids, the most tokens of an answer, how they are
+    drawn."""
 
     prompts: Sequence[np.ndarray]
     longest_answer: int = 256
@@ -201,7 +236,11 @@ class Request:
 
 
 def open_generator(
-    model: Model, adapter: tuple[AdapterConfig, Modules] | None, backend: Backend, activation: DType, request: Request
+    model: Model,
+    adapter: tuple[AdapterConfig, Modules] | None,
+    backend: Backend,
+    activation: DType,
+    request: Request,
 ) -> Generator:
     """A generator just large enough for a request, within the positions that the model knows."""
     if request.longest_answer < 1:
@@ -209,18 +248,25 @@ def open_generator(
     longest = max(len(prompt) for prompt in request.prompts)
     limit = model.config.max_positions
     if longest >= limit:
-        raise DataError(f"A prompt has {longest:,} tokens; with room for an answer the limit of this model is {limit - 1:,}.")
+        raise DataError(
+            f"A prompt has {longest:,} tokens; with room for an answer the limit of this model is "
+            f"{limit - 1:,}."
+        )
     context = min(longest + request.longest_answer, limit)
     return Generator(model, adapter, backend, activation, context, min(SLOTS, len(request.prompts)))
 
 
-def answer_all(generator: Generator, model: Model, request: Request) -> Iterator[tuple[int, str, Answer | None]]:
+def answer_all(
+    generator: Generator, model: Model, request: Request
+) -> Iterator[tuple[int, str, Answer | None]]:
     """Answers as they come: prompt number, new text, and the whole answer with its last piece."""
     tokenizer = model.tokenizer
     streams = {n: tokenizer.stream() for n in range(len(request.prompts))}
     texts = dict.fromkeys(streams, "")
     counts = dict.fromkeys(streams, 0)
-    for token in generator.stream(request.prompts, request.longest_answer, tokenizer.end_ids, request.sampling):
+    for token in generator.stream(
+        request.prompts, request.longest_answer, tokenizer.end_ids, request.sampling
+    ):
         n = token.prompt
         counts[n] += 1
         piece = "" if token.stopped == "end" else streams[n].push(token.id)

@@ -18,17 +18,20 @@ from krnl.model import Model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
-# What is read to compare the merged model with the adapter: any text does, this one has words, digits and marks.
+# What is read to compare the merged model with the adapter: any text does, this one has words,
+# digits and marks.
 PROBE = (
-    "The quick brown fox jumps over the lazy dog. In 1969 two people walked on the Moon; a third waited above. "
+    "The quick brown fox jumps over the lazy dog. In 1969 two people walked on the Moon; a third "
+    "waited above. "
     "def area(r): return 3.14159 * r ** 2  # and not a line more?"
 )
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written, and how far its logits on the probe text are from the adapter's: the largest difference over
-    the largest logit. `largest_rounding` is that of the weights, relative to each tensor's largest."""
+    """What was written, and how far its logits on the probe text are from the adapter's: the
+    largest difference over the largest logit. `largest_rounding` is that of the weights, relative
+    to each tensor's largest."""
 
     out: Path
     tensors: int
@@ -36,10 +39,13 @@ class Merged:
     largest_rounding: float
 
 
-def merge(model: Model, adapter: tuple[AdapterConfig, Modules], out: Path, backend: Backend) -> Merged:
-    """Writes base + scale · B A for every adapted layer (added in float32, rounded once to the layer's own type), the
-    other tensors as they are, in the same files, with the tokenizer and configs beside them. A tied head that is
-    adapted becomes a tensor of its own. FormatError if `out` is not empty or cannot be written."""
+def merge(
+    model: Model, adapter: tuple[AdapterConfig, Modules], out: Path, backend: Backend
+) -> Merged:
+    """Writes base + scale · B A for every adapted layer (added in float32, rounded once to the
+    layer's own type), the other tensors as they are, in the same files, with the tokenizer and
+    configs beside them. A tied head that is adapted becomes a tensor of its own. FormatError if
+    `out` is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder; give a new one.")
     config, modules = adapter
@@ -61,7 +67,9 @@ def merge(model: Model, adapter: tuple[AdapterConfig, Modules], out: Path, backe
 
 def merged_weight(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """W + scale · B A in float32, [out, in]."""
-    return base.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
+    return base.astype(np.float32) + np.float32(scale) * (
+        b.astype(np.float32) @ a.astype(np.float32)
+    )
 
 
 class _Rounding:
@@ -73,18 +81,30 @@ class _Rounding:
     def round(self, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
         rounded = exact.astype(dtype)
         if not np.isfinite(rounded.astype(np.float32)).all():
-            raise FormatError(f"A merged weight does not fit {dtype}: its largest is {np.abs(exact).max():.3g}.")
+            raise FormatError(
+                f"A merged weight does not fit {dtype}: its largest is {np.abs(exact).max():.3g}."
+            )
         difference = np.abs(rounded.astype(np.float32) - exact).max(initial=0.0)
-        self.largest = max(self.largest, float(difference / max(np.abs(exact).max(initial=0.0), 1e-30)))
+        self.largest = max(
+            self.largest, float(difference / max(np.abs(exact).max(initial=0.0), 1e-30))
+        )
         return rounded
 
 
 def _write_shard(
-    model: Model, config: AdapterConfig, modules: Modules, source: Path, target: Path, untied: bool, rounding: _Rounding
+    model: Model,
+    config: AdapterConfig,
+    modules: Modules,
+    source: Path,
+    target: Path,
+    untied: bool,
+    rounding: _Rounding,
 ) -> None:
     """One file: its own tensors, and an untied head beside the embedding it was tied to."""
     tensors = {name: t for name, t in model.checkpoint.tensors.items() if t.path == source}
-    layout: dict[str, tuple[DType, Shape]] = {name: (t.dtype, t.shape) for name, t in tensors.items()}
+    layout: dict[str, tuple[DType, Shape]] = {
+        name: (t.dtype, t.shape) for name, t in tensors.items()
+    }
     if untied and EMBEDDING in tensors:
         layout[HEAD] = layout[EMBEDDING]
 
@@ -104,7 +124,13 @@ def _write_shard(
 def _copy_beside(folder: Path, out: Path, untied: bool) -> None:
     """Everything that is no weight: tokenizer, templates, licences, configs."""
     for path in sorted(folder.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf") or path.name.endswith(".index.json")
+        weights = path.suffix in (
+            ".safetensors",
+            ".bin",
+            ".pth",
+            ".pt",
+            ".gguf",
+        ) or path.name.endswith(".index.json")
         if path.is_file() and not weights:
             shutil.copyfile(path, out / path.name)
     if untied:
@@ -122,8 +148,11 @@ def _write_index(model: Model, out: Path, untied: bool) -> None:
     write_json_atomic(out / INDEX, index)
 
 
-def logits_error(model: Model, adapter: tuple[AdapterConfig, Modules], merged: Model, backend: Backend) -> float:
-    """The largest difference between the two models' float32 logits on the probe text, over the largest logit."""
+def logits_error(
+    model: Model, adapter: tuple[AdapterConfig, Modules], merged: Model, backend: Backend
+) -> float:
+    """The largest difference between the two models' float32 logits on the probe text, over the
+    largest logit."""
     ids = model.tokenizer.encode(PROBE).ids[: min(PROMPT_TOKENS, model.config.max_positions)]
     before = Generator(model, adapter, backend, F32, len(ids) + 1, picks=len(ids)).read_whole(ids)
     after = Generator(merged, None, backend, F32, len(ids) + 1, picks=len(ids)).read_whole(ids)

@@ -31,7 +31,8 @@ class Model:
 
     @classmethod
     def open(cls, name: str) -> "Model":
-        """A folder, or a hub id to download. ConfigError or FormatError says what is wrong with it."""
+        """A folder, or a hub id to download. ConfigError or FormatError says what is wrong with
+        it."""
         folder = hub.resolve(name)
         config = model_config.load(folder)
         checkpoint = Checkpoint.open(folder)
@@ -44,7 +45,8 @@ class Model:
         tokenizer = Tokenizer.load(self.folder)
         if tokenizer.vocab_size > self.config.vocab_size:
             raise ConfigError(
-                f"{self.folder}: the tokenizer makes ids up to {tokenizer.vocab_size - 1}, but the model's "
+                f"{self.folder}: the tokenizer makes ids up to {tokenizer.vocab_size - 1}, but the "
+                "model's "
                 f"vocabulary ends at {self.config.vocab_size - 1}. The two do not belong together."
             )
         return tokenizer
@@ -73,7 +75,8 @@ class Model:
 
 
 def imagined_weights(config: ModelConfig, dtype: DType) -> Weights:
-    """Weights as a single file of `dtype` would hold them: enough for a plan, with nothing on disk."""
+    """Weights as a single file of `dtype` would hold them: enough for a plan, with nothing on
+    disk."""
     stored, offset = {}, 0
     for name, shape in tensor_shapes(config).items():
         stored[name] = Stored(FileRegion(Path("model.safetensors"), offset), dtype)
@@ -81,12 +84,16 @@ def imagined_weights(config: ModelConfig, dtype: DType) -> Weights:
     return Weights(stored)
 
 
-def adapter_shapes(config: AdapterConfig, paths: Mapping[str, object] | tuple[str, ...]) -> dict[str, AdapterShape]:
+def adapter_shapes(
+    config: AdapterConfig, paths: Mapping[str, object] | tuple[str, ...]
+) -> dict[str, AdapterShape]:
     """Rank and scale of the adapter on each of `paths`."""
     return {path: AdapterShape(config.rank_for(path), config.scale_for(path)) for path in paths}
 
 
-def initial_modules(config: AdapterConfig, model: ModelConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def initial_modules(
+    config: AdapterConfig, model: ModelConfig, seed: int
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Fresh adapters: A uniform in ±1/√in (Kaiming uniform with a = √5, as PEFT draws it), B zero.
 
     Each layer's A depends on the seed and the layer's path alone.
@@ -98,7 +105,9 @@ def initial_modules(config: AdapterConfig, model: ModelConfig, seed: int) -> dic
         rank = config.rank_for(path)
         entropy = [seed, *path.encode()]
         bound = in_features**-0.5
-        a = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).uniform(-bound, bound, (rank, in_features))
+        a = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).uniform(
+            -bound, bound, (rank, in_features)
+        )
         modules[path] = (a.astype(np.float32), np.zeros((out_features, rank), np.float32))
     return modules
 

@@ -1,4 +1,5 @@
-"""Options of the commands that are not a training run. Those of `krnl train` are in train/config.py."""
+"""Options of the commands that are not a training run. Those of `krnl train` are in
+train/config.py."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,13 +14,15 @@ class GenerateOptions:
     model: Positional[str]
     """Folder or hub id."""
     prompt: Positional[str | None] = None
-    """What to answer: a user's turn where the tokenizer has a chat template, plain text where it has none."""
+    """What to answer: a user's turn where the tokenizer has a chat template, plain text where it
+    has none."""
     adapter: str | None = None
     """PEFT adapter folder."""
     messages: str | None = None
     """Answer every conversation of this .jsonl file instead of a prompt."""
     answer_last: bool = False
-    """With --messages: leave out each conversation's last assistant turn, and answer in its place."""
+    """With --messages: leave out each conversation's last assistant turn, and answer in its
+    place."""
     json: bool = False
     """Print one {"answer", "tokens", "stopped"} a line."""
     raw: bool = False
@@ -40,7 +43,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Fold an adapter into its base model: added in float32, rounded once, the files kept as they are cut."""
+    """Fold an adapter into its base model: added in float32, rounded once, the files kept as they
+    are cut."""
 
     model: Positional[str]
     """Folder or hub id of the base model."""

@@ -1,4 +1,5 @@
-"""`krnl plan`: what a training run will hold, compute and launch, without a device and without weights."""
+"""`krnl plan`: what a training run will hold, compute and launch, without a device and without
+weights."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -40,7 +41,11 @@ def plan_run(config: TrainConfig, backend: Backend, activation: DType) -> Planne
     folder = _folder(config.model)
     shape = model_config.load(folder)
     has_weights = (folder / SINGLE).exists() or (folder / INDEX).exists()
-    weights = Model.open(str(folder)).weights() if has_weights else imagined_weights(shape, stored_dtype(folder))
+    weights = (
+        Model.open(str(folder)).weights()
+        if has_weights
+        else imagined_weights(shape, stored_dtype(folder))
+    )
     adapter = adapter_config(config)
     paths = adapter.select(linear_paths(shape))
     training = plan_training(
@@ -55,7 +60,8 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     training = planned.training
     capacity = training.programs.capacity
     console.print(
-        f"[bold]{planned.name}[/] on {planned.backend.name} in {planned.precision}: passes of up to {capacity:,} tokens, "
+        f"[bold]{planned.name}[/] on {planned.backend.name} in {planned.precision}: passes of up "
+        f"to {capacity:,} tokens, "
         f"adapters on {planned.layers} layers, {planned.trained:,} trained parameters"
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,
@@ -86,7 +92,12 @@ def _print_dispatches(program: Plan, console: Console, every: bool) -> None:
     if every:
         for dispatch in program.dispatches:
             call = dispatch.call
-            table.add_row(call.label, dispatch.row.name, f"{call.flops / 1e6:,.1f}", f"{call.nbytes / 1e6:,.2f}")
+            table.add_row(
+                call.label,
+                dispatch.row.name,
+                f"{call.flops / 1e6:,.1f}",
+                f"{call.nbytes / 1e6:,.2f}",
+            )
     else:
         counts = Counter(d.row.name for d in program.dispatches)
         for name, count in counts.most_common():

@@ -29,7 +29,8 @@ class Memory(Protocol):
         """Copies values, rounded to the buffer's type, into a buffer or view."""
 
     def read(self, buffer: Buffer) -> np.ndarray:
-        """A copy in the buffer's type, after everything enqueued has run: the only synchronisation point."""
+        """A copy in the buffer's type, after everything enqueued has run: the only synchronisation
+        point."""
 
 
 class Program(Protocol):

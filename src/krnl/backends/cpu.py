@@ -3,13 +3,12 @@
 import ctypes
 import mmap
 import os
-import platform
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from krnl.backends.base import Limits
+from krnl.backends.base import Limits, Memory
 from krnl.dtypes import BF16, F16, F32, I32
 from krnl.errors import BackendError, ConfigError
 from krnl.kernels.cpu.table import TABLE, THREAD_SCRATCH
@@ -42,7 +41,10 @@ _TYPE_CODES = {F32: 0, F16: 1, BF16: 2, I32: 3}
 def _library(isa: str) -> ctypes.CDLL:
     path = Path(__file__).parent.parent / "kernels" / "cpu" / f"krnl_cpu_{isa}.so"
     if not path.exists():
-        raise BackendError(f"The CPU kernels for '{isa}' are not where they should be ({path}). Install KRNL again.")
+        raise BackendError(
+            f"The CPU kernels for '{isa}' are not where they should be ({path}). Install KRNL "
+            "again."
+        )
     library = ctypes.CDLL(str(path))
     library.krnl_find.restype = ctypes.c_void_p
     library.krnl_best_isa.restype = ctypes.c_char_p
@@ -68,9 +70,15 @@ def _chosen_isa() -> str:
 def _chosen_threads() -> int:
     text = os.environ.get(THREADS_VARIABLE)
     if text is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     if not text.isdigit() or not 1 <= int(text) <= 1024:
-        raise ConfigError(f"{THREADS_VARIABLE} is '{text}'; it must be a number of threads from 1 to 1024.")
+        raise ConfigError(
+            f"{THREADS_VARIABLE} is '{text}'; it must be a number of threads from 1 to 1024."
+        )
     return int(text)
 
 
@@ -82,7 +90,8 @@ class CpuMemory:
         self._blocks = [_map(b.file) if b.file else _reserve(b.nbytes) for b in layout.blocks]
 
     def poison(self) -> None:
-        """Fills the temps with NaN, so that a kernel which reads what nothing wrote is found out."""
+        """Fills the temps with NaN, so that a kernel which reads what nothing wrote is found
+        out."""
         for block, memory in zip(self._layout.blocks, self._blocks, strict=True):
             if block.kind is Kind.TEMP:
                 memory[:] = 0xFF
@@ -104,7 +113,8 @@ class CpuMemory:
 
 
 def _reserve(nbytes: int) -> np.ndarray:
-    # Private pages in large units where the system gives them: the arena is touched whole, and reused every step.
+    # Private pages in large units where the system gives them: the arena is touched whole, and
+    # reused every step.
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -139,9 +149,13 @@ class CpuProgram:
         call = dispatch.call
         kernel = self._library.krnl_find(dispatch.row.name.encode())
         if not kernel:
-            raise BackendError(f"{call.label}: the CPU library has no kernel '{dispatch.row.name}'.")
+            raise BackendError(
+                f"{call.label}: the CPU library has no kernel '{dispatch.row.name}'."
+            )
         slots: list[Buffer | None] = []
-        for parameter, argument in zip(call.op.inputs + call.op.outputs, call.inputs + call.outputs, strict=True):
+        for parameter, argument in zip(
+            call.op.inputs + call.op.outputs, call.inputs + call.outputs, strict=True
+        ):
             slots += _slots(argument, call.group if parameter.group else 1)
         arguments = np.zeros(len(slots), _ARGUMENT)
         arguments["shape"] = 1
@@ -170,8 +184,8 @@ def _slots(argument: Argument, count: int) -> list[Buffer | None]:
 
 
 class CpuBackend:
-    """Computes on this machine's processor cores. `KRNL_CPU_ISA` forces an instruction set, `KRNL_THREADS` the
-    number of threads (all cores that this process may use)."""
+    """Computes on this machine's processor cores. `KRNL_CPU_ISA` forces an instruction set,
+    `KRNL_THREADS` the number of threads (all cores that this process may use)."""
 
     name = "cpu"
     kernels: Table = TABLE
@@ -190,14 +204,11 @@ class CpuBackend:
             threads=threads,
         )
 
-    @property
-    def description(self) -> str:
-        return f"{platform.processor() or platform.machine()} ({self.isa}, {self.limits.threads} threads)"
-
     def allocate(self, layout: Layout) -> CpuMemory:
         return CpuMemory(layout)
 
-    def compile(self, plan: Plan, memory: CpuMemory) -> CpuProgram:
+    def compile(self, plan: Plan, memory: Memory) -> CpuProgram:
+        assert isinstance(memory, CpuMemory)
         return CpuProgram(self._library, plan, memory)
 
 

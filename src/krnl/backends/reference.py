@@ -1,11 +1,12 @@
-"""The reference backend replays any plan in float64, one NumPy function per call. Slow, and right."""
+"""The reference backend replays any plan in float64, one NumPy function per call. Slow, and
+right."""
 
 import time
 from typing import Any
 
 import numpy as np
 
-from krnl.backends.base import Limits
+from krnl.backends.base import Limits, Memory
 from krnl.dtypes import BF16, F16, F32
 from krnl.plan.arena import Layout, Plan
 from krnl.plan.buffer import Buffer
@@ -33,7 +34,9 @@ class ReferenceMemory:
         if root not in self._arrays:
             wide = np.float64 if root.dtype.is_float else np.int64
             if root.file:
-                raw = np.fromfile(root.file.path, root.dtype.numpy, root.size, offset=root.file.offset)
+                raw = np.fromfile(
+                    root.file.path, root.dtype.numpy, root.size, offset=root.file.offset
+                )
                 self._arrays[root] = raw.astype(wide)
             else:
                 self._arrays[root] = np.zeros(root.size, wide)
@@ -79,7 +82,9 @@ def evaluate(call: Call, memory: ReferenceMemory) -> None:
     inputs = [values(p, a) for p, a in zip(op.inputs, call.inputs, strict=True) if p.name != LIVE]
     outputs = list(zip(op.outputs, call.outputs, strict=True))
     old = [values(p, a) for p, a in outputs if p.updated]
-    for (parameter, argument), result in zip(outputs, op.evaluate(inputs, old, call.attributes), strict=True):
+    for (parameter, argument), result in zip(
+        outputs, op.evaluate(inputs, old, call.attributes), strict=True
+    ):
         target = values(parameter, argument)
         if parameter.group:
             for array, part in zip(target, result, strict=True):
@@ -102,11 +107,14 @@ def _rows(array: np.ndarray, parameter: Parameter, live: int | None) -> np.ndarr
 
 class ReferenceBackend:
     name = "reference"
-    limits = Limits(memory=2**62, largest_block=2**62, scratch=0, activations=(F32, BF16, F16), threads=1)
+    limits = Limits(
+        memory=2**62, largest_block=2**62, scratch=0, activations=(F32, BF16, F16), threads=1
+    )
     kernels: Table = _EveryOp("reference", ())
 
     def allocate(self, layout: Layout) -> ReferenceMemory:
         return ReferenceMemory()
 
-    def compile(self, plan: Plan, memory: ReferenceMemory) -> ReferenceProgram:
+    def compile(self, plan: Plan, memory: Memory) -> ReferenceProgram:
+        assert isinstance(memory, ReferenceMemory)
         return ReferenceProgram([d.call for d in plan.dispatches], memory)

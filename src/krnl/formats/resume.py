@@ -32,8 +32,11 @@ class Saved:
     numbers: dict[str, Any]
 
 
-def save(folder: Path, step: int, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, Any]) -> Path:
-    """Writes checkpoint `step` in `folder`, then drops all but the newest few. FormatError if the disk refuses."""
+def save(
+    folder: Path, step: int, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, Any]
+) -> Path:
+    """Writes checkpoint `step` in `folder`, then drops all but the newest few. FormatError if the
+    disk refuses."""
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.tmp"
     try:
@@ -45,7 +48,9 @@ def save(folder: Path, step: int, arrays: Mapping[str, np.ndarray], numbers: Map
         os.rename(temporary, final)
         flush_folder(folder)
     except OSError as error:
-        raise FormatError(f"The checkpoint {final} cannot be written: {error.strerror or error}.") from error
+        raise FormatError(
+            f"The checkpoint {final} cannot be written: {error.strerror or error}."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in _checkpoints(folder)[:-KEPT]:

@@ -1,4 +1,5 @@
-"""The self-attention block: grouped heads, rotary positions, documents and windows; with a cache for generation."""
+"""The self-attention block: grouped heads, rotary positions, documents and windows; with a cache
+for generation."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from krnl.plan.step import Step
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of a pass share: rotary tables, which keys each token sees, dropout in front of adapters."""
+    """What the layers of a pass share: rotary tables, which keys each token sees, dropout in front
+    of adapters."""
 
     cos: Buffer
     sin: Buffer
@@ -33,7 +35,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class HeadSaved:
-    """A query or key projection on its way to attention: before and after the per-head norm and the rotation."""
+    """A query or key projection on its way to attention: before and after the per-head norm and the
+    rotation."""
 
     raw: Buffer
     rstd: Buffer | None
@@ -64,14 +67,15 @@ class Attention:
         norm: Buffer,
         qkv: LoraGroup,
         o: LoraGroup,
-        head_norms: tuple[Buffer, Buffer] | None,
+        head_norms: tuple[Buffer, Buffer] | tuple[None, None],
         rotary: bool,
     ):
         self.config = config
         self.norm = norm
         self.qkv = qkv
         self.o = o
-        self.q_norm, self.k_norm = head_norms or (None, None)
+        self.q_norm: Buffer | None = head_norms[0]
+        self.k_norm: Buffer | None = head_norms[1]
         self.rotary = rotary
         self.scale = config.head_dim**-0.5
 
@@ -95,13 +99,23 @@ class Attention:
             step.save(q_saved.raw, q_saved.rstd, k_saved.raw, k_saved.rstd)
         return y, saved
 
-    def backward(self, step: Step, dy: Buffer, s: AttentionSaved, at: Context, wanted: bool) -> Buffer | None:
+    def backward(
+        self, step: Step, dy: Buffer, s: AttentionSaved, at: Context, wanted: bool
+    ) -> Buffer | None:
         """The gradient at x, or None when nothing below is trained (not `wanted`)."""
         v_o = self.o.up_backward(step, (dy,), s.o_u)
         self.o.down_backward(step, v_o, s.o.flat(), at.noise)
         do = self.o.input_gradient(step, (dy,), v_o, at.noise).heads(self.config.heads)
         dq, dk, dv = step(
-            attention_backward, do, s.q.turned, s.k.turned, s.v, s.o, s.lse, at.start, scale=self.scale
+            attention_backward,
+            do,
+            s.q.turned,
+            s.k.turned,
+            s.v,
+            s.o,
+            s.lse,
+            at.start,
+            scale=self.scale,
         )
         dqkv = (
             self._turn_back(step, dq, s.q, self.q_norm, at).flat(),
@@ -119,12 +133,17 @@ class Attention:
         return dx
 
     def _turn(self, step: Step, x: Buffer, norm: Buffer | None, at: Context) -> HeadSaved:
-        """The per-head norm (where the family has one), then the rotation (where the layer has one)."""
-        normed, rstd = (x, None) if norm is None else step(head_norm, x, norm, eps=self.config.rms_norm_eps)
+        """The per-head norm (where the family has one), then the rotation (where the layer has
+        one)."""
+        normed, rstd = (
+            (x, None) if norm is None else step(head_norm, x, norm, eps=self.config.rms_norm_eps)
+        )
         turned = step(rope, normed, at.cos, at.sin, sign=1.0) if self.rotary else normed
         return HeadSaved(x, rstd, turned)
 
-    def _turn_back(self, step: Step, dx: Buffer, s: HeadSaved, norm: Buffer | None, at: Context) -> Buffer:
+    def _turn_back(
+        self, step: Step, dx: Buffer, s: HeadSaved, norm: Buffer | None, at: Context
+    ) -> Buffer:
         if self.rotary:
             dx = step(rope, dx, at.cos, at.sin, sign=-1.0)
         if norm is not None:

@@ -1,4 +1,5 @@
-"""The decoder: embedding, layers, final norm and head, built from a config. Families differ by its fields alone."""
+"""The decoder: embedding, layers, final norm and head, built from a config. Families differ by its
+fields alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,10 +33,17 @@ class Layer:
     @property
     def adapted(self) -> bool:
         """Whether any adapter sits in this layer."""
-        return any(g.rank for g in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down))
+        return any(
+            g.rank for g in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
+        )
 
     def forward(
-        self, step: Step, x: Buffer, at: Context, cache: Cache | None = None, recompute_mlp: bool = False
+        self,
+        step: Step,
+        x: Buffer,
+        at: Context,
+        cache: Cache | None = None,
+        recompute_mlp: bool = False,
     ) -> tuple[Buffer, LayerSaved]:
         with step.scope("attention"):
             x, attention = self.attention.forward(step, x, at, cache)
@@ -43,8 +51,11 @@ class Layer:
             x, mlp = self.mlp.forward(step, x, at.noise, recompute_mlp)
         return x, LayerSaved(attention, mlp)
 
-    def backward(self, step: Step, dy: Buffer, saved: LayerSaved, at: Context, wanted: bool) -> Buffer | None:
-        """The gradient at the layer's input, or None when nothing below is trained (not `wanted`)."""
+    def backward(
+        self, step: Step, dy: Buffer, saved: LayerSaved, at: Context, wanted: bool
+    ) -> Buffer | None:
+        """The gradient at the layer's input, or None when nothing below is trained (not
+        `wanted`)."""
         with step.scope("mlp"):
             dy = self.mlp.backward(step, dy, saved.mlp, at.noise)
         with step.scope("attention"):
@@ -71,7 +82,9 @@ class Decoder:
             name: LoraGroup(shape, weights, adapters, self.trainable, stream)
             for stream, (name, shape) in enumerate(shapes.items())
         }
-        self.embedding = weights.matrix("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.embedding = weights.matrix(
+            "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        )
         self.layers = [self._layer(i, groups) for i in range(config.layers)]
         self.norm = weights.vector("model.norm.weight", config.hidden_size)
         self.head = groups["lm_head"]
@@ -80,7 +93,7 @@ class Decoder:
 
     def _layer(self, index: int, groups: Mapping[str, LoraGroup]) -> Layer:
         c, path = self.config, f"model.layers.{index}"
-        head_norms = None
+        head_norms: tuple[Buffer, Buffer] | tuple[None, None] = (None, None)
         if c.qk_norm:
             head_norms = (
                 self.weights.vector(f"{path}.self_attn.q_norm.weight", c.head_dim),
@@ -119,12 +132,19 @@ def group_shapes(config: ModelConfig) -> dict[str, GroupShape]:
                 Linear(f"{attention}.v_proj", keys, c.qkv_bias),
             ),
         )
-        groups[f"{path}.o"] = GroupShape(queries, (Linear(f"{attention}.o_proj", c.hidden_size, c.o_bias),))
+        groups[f"{path}.o"] = GroupShape(
+            queries, (Linear(f"{attention}.o_proj", c.hidden_size, c.o_bias),)
+        )
         groups[f"{path}.gate_up"] = GroupShape(
             c.hidden_size,
-            (Linear(f"{mlp}.gate_proj", c.intermediate_size), Linear(f"{mlp}.up_proj", c.intermediate_size)),
+            (
+                Linear(f"{mlp}.gate_proj", c.intermediate_size),
+                Linear(f"{mlp}.up_proj", c.intermediate_size),
+            ),
         )
-        groups[f"{path}.down"] = GroupShape(c.intermediate_size, (Linear(f"{mlp}.down_proj", c.hidden_size),))
+        groups[f"{path}.down"] = GroupShape(
+            c.intermediate_size, (Linear(f"{mlp}.down_proj", c.hidden_size),)
+        )
     tied = "model.embed_tokens.weight" if c.tie_word_embeddings else ""
     groups["lm_head"] = GroupShape(c.hidden_size, (Linear("lm_head", c.vocab_size, weight=tied),))
     return groups

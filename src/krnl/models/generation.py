@@ -1,4 +1,5 @@
-"""Programs that read on with a cache: keys and values of earlier tokens are kept, not computed again."""
+"""Programs that read on with a cache: keys and values of earlier tokens are kept, not computed
+again."""
 
 from dataclasses import dataclass
 
@@ -33,7 +34,9 @@ class GenerationPrograms:
         c = decoder.config
         shape = (rows, c.kv_heads, c.head_dim)
         self.cache = [
-            tuple(Buffer(f"cache{i}.{name}", shape, decoder.activation, Kind.STATE) for name in "kv")
+            tuple(
+                Buffer(f"cache{i}.{name}", shape, decoder.activation, Kind.STATE) for name in "kv"
+            )
             for i in range(c.layers)
         ]
 

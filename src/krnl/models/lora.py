@@ -22,7 +22,8 @@ from krnl.plan.step import Step
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """An adapter on one linear layer: y += scale · (x Aᵀ) Bᵀ with A [rank, in] and B [out, rank]."""
+    """An adapter on one linear layer: y += scale · (x Aᵀ) Bᵀ with A [rank, in] and B [out,
+    rank]."""
 
     rank: int
     scale: float
@@ -47,7 +48,8 @@ class GroupShape:
 
 
 class Dropout:
-    """Dropout on what enters the adapters. Masks follow from (key, stream, document, position, column) alone."""
+    """Dropout on what enters the adapters. Masks follow from (key, stream, document, position,
+    column) alone."""
 
     def __init__(self, rate: float, document: Buffer, position: Buffer, key: Buffer):
         self.rate = rate
@@ -57,7 +59,8 @@ class Dropout:
 
 
 class LoraGroup:
-    """Frozen linear layers over one input, with adapters on any of them. Members share a dropout mask."""
+    """Frozen linear layers over one input, with adapters on any of them. Members share a dropout
+    mask."""
 
     def __init__(
         self,
@@ -68,9 +71,12 @@ class LoraGroup:
         stream: int,
     ):
         self.weight = tuple(
-            weights.matrix(m.weight or f"{m.path}.weight", (m.out_features, shape.in_features)) for m in shape.linears
+            weights.matrix(m.weight or f"{m.path}.weight", (m.out_features, shape.in_features))
+            for m in shape.linears
         )
-        biases = tuple(weights.vector(f"{m.path}.bias", m.out_features) for m in shape.linears if m.bias)
+        biases = tuple(
+            weights.vector(f"{m.path}.bias", m.out_features) for m in shape.linears if m.bias
+        )
         self.bias = self._spread_bias(shape, weights, biases)
         ranks = [adapters[m.path].rank if m.path in adapters else 0 for m in shape.linears]
         self.rank = sum(ranks)
@@ -82,7 +88,9 @@ class LoraGroup:
             self.trained = trainable.take(shape, ranks)
 
     @staticmethod
-    def _spread_bias(shape: GroupShape, weights: Weights, biases: tuple[Buffer, ...]) -> tuple[Buffer, ...] | None:
+    def _spread_bias(
+        shape: GroupShape, weights: Weights, biases: tuple[Buffer, ...]
+    ) -> tuple[Buffer, ...] | None:
         if not biases:
             return None
         found = iter(biases)
@@ -99,7 +107,9 @@ class LoraGroup:
     def b(self) -> tuple[Buffer, ...] | None:
         return self.trained.b if self.rank else None
 
-    def down(self, step: Step, x: Buffer, noise: Dropout | None, live: Buffer | None = None) -> Buffer | None:
+    def down(
+        self, step: Step, x: Buffer, noise: Dropout | None, live: Buffer | None = None
+    ) -> Buffer | None:
         """u = (dropout(x) Aᵀ) ∘ scale for all members, or None where nothing is adapted."""
         if not self.rank:
             return None
@@ -116,10 +126,13 @@ class LoraGroup:
         live: Buffer | None = None,
         into: Buffer | None = None,
     ) -> tuple[tuple[Buffer, ...], Buffer | None]:
-        """The members' outputs (residual added; `into` says where a single one goes), and u for the backward pass."""
+        """The members' outputs (residual added; `into` says where a single one goes), and u for the
+        backward pass."""
         u = self.down(step, x, noise, live)
         target = None if into is None else (into,)
-        y = step(lora_linear, x, self.weight, u, self.b, self.bias, residual, live=live, into=target)
+        y = step(
+            lora_linear, x, self.weight, u, self.b, self.bias, residual, live=live, into=target
+        )
         return y, u
 
     def up_backward(
@@ -133,7 +146,12 @@ class LoraGroup:
         return v
 
     def down_backward(
-        self, step: Step, v: Buffer | None, x: Buffer, noise: Dropout | None, live: Buffer | None = None
+        self,
+        step: Step,
+        v: Buffer | None,
+        x: Buffer,
+        noise: Dropout | None,
+        live: Buffer | None = None,
     ) -> None:
         """Adds to dA."""
         if v is not None:
@@ -149,14 +167,24 @@ class LoraGroup:
         into: Buffer | None = None,
     ) -> Buffer:
         """dx = Σ dy_i W_i + v A, the adapters' share through the dropout mask."""
-        if v is None or noise is None:
-            dx: Buffer = step(lora_linear_backward, dy, self.weight, v, self.a, live=live, into=into)
+        if v is None or noise is None or self.a is None:
+            dx: Buffer = step(
+                lora_linear_backward, dy, self.weight, v, self.a, live=live, into=into
+            )
             return dx
         frozen = step(lora_linear_backward, dy, self.weight, None, None, live=live)
         adapted = step(lora_linear_backward, (v,), (self.a,), None, None, live=live)
         dropped: Buffer = step(
-            dropout_backward, adapted, noise.document, noise.position, noise.key, frozen,
-            live=live, into=into, rate=noise.rate, stream=self.stream,
+            dropout_backward,
+            adapted,
+            noise.document,
+            noise.position,
+            noise.key,
+            frozen,
+            live=live,
+            into=into,
+            rate=noise.rate,
+            stream=self.stream,
         )
         return dropped
 
@@ -164,14 +192,21 @@ class LoraGroup:
         if noise is None:
             return x
         dropped: Buffer = step(
-            dropout, x, noise.document, noise.position, noise.key, rate=noise.rate, stream=self.stream
+            dropout,
+            x,
+            noise.document,
+            noise.position,
+            noise.key,
+            rate=noise.rate,
+            stream=self.stream,
         )
         return dropped
 
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """The parts of the regions that belong to a group: compute copies of A (stacked) and B, and their gradients."""
+    """The parts of the regions that belong to a group: compute copies of A (stacked) and B, and
+    their gradients."""
 
     a: Buffer
     b: tuple[Buffer, ...]
@@ -181,7 +216,8 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class Part:
-    """Where an adapter's A [rank, in] and B [out, rank] lie in the regions: elements from their start."""
+    """Where an adapter's A [rank, in] and B [out, rank] lie in the regions: elements from their
+    start."""
 
     rank: int
     in_features: int
@@ -191,10 +227,13 @@ class Part:
 
 
 class Trainable:
-    """Everything that is trained, as contiguous regions in one order: float32 parameters, gradients and moments, and
-    the copy in the activation type with which the step computes (the parameters themselves where that is float32)."""
+    """Everything that is trained, as contiguous regions in one order: float32 parameters, gradients
+    and moments, and the copy in the activation type with which the step computes (the parameters
+    themselves where that is float32)."""
 
-    def __init__(self, groups: Sequence[GroupShape], adapters: Mapping[str, AdapterShape], activation: DType):
+    def __init__(
+        self, groups: Sequence[GroupShape], adapters: Mapping[str, AdapterShape], activation: DType
+    ):
         self.size = sum(
             adapters[m.path].rank * (g.in_features + m.out_features)
             for g in groups
@@ -207,7 +246,9 @@ class Trainable:
         self.first = Buffer("adam_first", region, F32, Kind.STATE)
         self.second = Buffer("adam_second", region, F32, Kind.STATE)
         same = activation is F32
-        self.compute = self.param if same else Buffer("adapter_compute", region, activation, Kind.STATE)
+        self.compute = (
+            self.param if same else Buffer("adapter_compute", region, activation, Kind.STATE)
+        )
         self.parts: dict[str, Part] = {}
         self._taken = 0
 

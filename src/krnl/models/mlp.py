@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from krnl.models.lora import Dropout, LoraGroup
-from krnl.models.weights import Weights
 from krnl.ops.gemm import lora_swiglu, lora_swiglu_backward
 from krnl.ops.norm import rms_norm, rms_norm_backward
 from krnl.ops.pointwise import swiglu_backward
@@ -37,16 +36,20 @@ class Mlp:
     ) -> tuple[Buffer, MlpSaved]:
         h, rstd = step(rms_norm, x, self.norm, eps=self.eps)
         u = self.gate_up.down(step, h, noise)
-        gate, up, act = step(lora_swiglu, h, *self.gate_up.weight, u, *(self.gate_up.b or (None, None)))
+        gate, up, act = step(
+            lora_swiglu, h, *self.gate_up.weight, u, *(self.gate_up.b or (None, None))
+        )
         (y,), down_u = self.down.forward(step, act, noise, residual=x)
-        kept = (None, None) if recompute else (gate, up)
-        step.save(x, rstd, *kept)
-        return y, MlpSaved(x, rstd, *kept, u, down_u)
+        step.save(x, rstd)
+        if recompute:
+            return y, MlpSaved(x, rstd, None, None, u, down_u)
+        step.save(gate, up)
+        return y, MlpSaved(x, rstd, gate, up, u, down_u)
 
     def backward(self, step: Step, dy: Buffer, s: MlpSaved, noise: Dropout | None) -> Buffer:
         h, _ = step(rms_norm, s.x, self.norm, eps=self.eps)
         gate, up = s.gate, s.up
-        if gate is None:
+        if gate is None or up is None:
             gate, up, _ = step(
                 lora_swiglu, h, *self.gate_up.weight, s.gate_up_u, *(self.gate_up.b or (None, None))
             )
@@ -58,12 +61,20 @@ class Mlp:
         return dx
 
     def _down_backward(
-        self, step: Step, dy: Buffer, gate: Buffer, up: Buffer, u: Buffer | None, noise: Dropout | None
+        self,
+        step: Step,
+        dy: Buffer,
+        gate: Buffer,
+        up: Buffer,
+        u: Buffer | None,
+        noise: Dropout | None,
     ) -> tuple[Buffer, Buffer]:
         """Through the down projection and SwiGLU: dgate and dup."""
         v = self.down.up_backward(step, (dy,), u)
         if v is None or noise is None:
-            dgate, dup, act = step(lora_swiglu_backward, dy, *self.down.weight, v, self.down.a, gate, up)
+            dgate, dup, act = step(
+                lora_swiglu_backward, dy, *self.down.weight, v, self.down.a, gate, up
+            )
         else:
             dact = self.down.input_gradient(step, (dy,), v, noise)
             dgate, dup, act = step(swiglu_backward, dact, gate, up)

@@ -16,8 +16,8 @@ from krnl.plan.step import Step
 
 Recompute = Literal["none", "mlp", "layer"]
 
-# Logits exist for one chunk of labelled rows at a time: as many rows as fit these bytes, but enough of them that
-# reading the head's weights is paid for.
+# Logits exist for one chunk of labelled rows at a time: as many rows as fit these bytes, but enough
+# of them that reading the head's weights is paid for.
 LOGITS_BYTES = 64 << 20
 LOGITS_ROWS = 512
 
@@ -51,7 +51,10 @@ def _inputs(n: int, chunks: int, windows: set[int | None]) -> Inputs:
         tokens=words("tokens", n),
         position=words("position", n),
         document=words("document", n),
-        start={w: words(f"start_{w}" if w else "start", n) for w in sorted(windows, key=lambda w: w or 0)},
+        start={
+            w: words(f"start_{w}" if w else "start", n)
+            for w in sorted(windows, key=lambda w: w or 0)
+        },
         stop=words("stop", n),
         target_row=words("target_row", n),
         target=words("target", n),
@@ -67,7 +70,9 @@ def _inputs(n: int, chunks: int, windows: set[int | None]) -> Inputs:
 class TrainingPrograms:
     """Emits the programs that train a decoder's adapters in passes of up to `capacity` tokens."""
 
-    def __init__(self, decoder: Decoder, capacity: int, dropout: float = 0.0, recompute: Recompute = "none"):
+    def __init__(
+        self, decoder: Decoder, capacity: int, dropout: float = 0.0, recompute: Recompute = "none"
+    ):
         self.decoder = decoder
         self.capacity = capacity
         self.recompute = recompute
@@ -76,9 +81,15 @@ class TrainingPrograms:
         self.inputs = _inputs(capacity, -(-capacity // self.chunk), set(decoder.config.windows))
         i = self.inputs
         self.noise = Dropout(dropout, i.document, i.position, i.dropout_key) if dropout else None
-        self.loss = Buffer("loss", (1,), F32, Kind.STATE)  # summed over the targets of this update so far
-        self.update_loss = Buffer("update_loss", (1,), F32, Kind.STATE)  # the sum that the last update ended with
-        self.grad_norm = Buffer("grad_norm", (1,), F32, Kind.STATE)  # of the last update, before clipping
+        self.loss = Buffer(
+            "loss", (1,), F32, Kind.STATE
+        )  # summed over the targets of this update so far
+        self.update_loss = Buffer(
+            "update_loss", (1,), F32, Kind.STATE
+        )  # the sum that the last update ended with
+        self.grad_norm = Buffer(
+            "grad_norm", (1,), F32, Kind.STATE
+        )  # of the last update, before clipping
 
     def accumulate(self) -> Step:
         """Forward and backward of one pass: adds to the loss and to the gradients."""
@@ -98,7 +109,9 @@ class TrainingPrograms:
                     with step.unsaved():
                         x, kept = layer.forward(step, x, contexts[layer.window])
                 else:
-                    x, kept = layer.forward(step, x, contexts[layer.window], recompute_mlp=self.recompute == "mlp")
+                    x, kept = layer.forward(
+                        step, x, contexts[layer.window], recompute_mlp=self.recompute == "mlp"
+                    )
             saved.append(kept)
         dx = self._head(step, x, differentiate=True, wanted=lowest < len(d.layers))
         for i in range(len(d.layers) - 1, lowest - 1, -1):
@@ -123,7 +136,8 @@ class TrainingPrograms:
         return step
 
     def update(self) -> Step:
-        """One optimizer update from the summed gradients; moves the loss to `update_loss` and clears the sums."""
+        """One optimizer update from the summed gradients; moves the loss to `update_loss` and
+        clears the sums."""
         t = self.decoder.trainable
         step = Step("update", self.decoder.activation)
         step(gradient_norm, t.grad, self.inputs.hyper, into=self.grad_norm)
@@ -140,30 +154,46 @@ class TrainingPrograms:
         x = step(embedding, i.tokens, d.embedding)
         cos, sin = step(rope_table, i.position, d.inv_freq, scale=d.rope_scale)
         step.save(cos, sin)
-        return x, {window: Context(cos, sin, start, i.stop, noise) for window, start in i.start.items()}
+        return x, {
+            window: Context(cos, sin, start, i.stop, noise) for window, start in i.start.items()
+        }
 
     def _head(self, step: Step, x: Buffer, differentiate: bool, wanted: bool) -> Buffer | None:
-        """Loss over the labelled rows only, one chunk of logits at a time, whose gradient is formed at once.
-        Returns the gradient at x, if wanted."""
+        """Loss over the labelled rows only, one chunk of logits at a time, whose gradient is formed
+        at once. Returns the gradient at x, if wanted."""
         d, i = self.decoder, self.inputs
         with step.scope("head"):
             labelled = step(gather_rows, x, i.target_row, live=i.live_targets)
-            h, rstd = step(rms_norm, labelled, d.norm, live=i.live_targets, eps=d.config.rms_norm_eps)
+            h, rstd = step(
+                rms_norm, labelled, d.norm, live=i.live_targets, eps=d.config.rms_norm_eps
+            )
             dh = Buffer("head.dh", h.shape, h.dtype, Kind.TEMP)
             for index, start in enumerate(range(0, self.capacity, self.chunk)):
                 stop = min(start + self.chunk, self.capacity)
                 self._chunk(
-                    step, h.rows(start, stop), i.target.rows(start, stop), i.live_chunk.rows(index, index + 1),
-                    dh.rows(start, stop) if wanted else None, differentiate,
+                    step,
+                    h.rows(start, stop),
+                    i.target.rows(start, stop),
+                    i.live_chunk.rows(index, index + 1),
+                    dh.rows(start, stop) if wanted else None,
+                    differentiate,
                 )
             if not wanted:
                 return None
-            dlabelled = step(rms_norm_backward, dh, labelled, d.norm, rstd, None, live=i.live_targets)
+            dlabelled = step(
+                rms_norm_backward, dh, labelled, d.norm, rstd, None, live=i.live_targets
+            )
             dx: Buffer = step(gather_rows, dlabelled, i.slot)
             return dx
 
     def _chunk(
-        self, step: Step, h: Buffer, target: Buffer, live: Buffer, dh: Buffer | None, differentiate: bool
+        self,
+        step: Step,
+        h: Buffer,
+        target: Buffer,
+        live: Buffer,
+        dh: Buffer | None,
+        differentiate: bool,
     ) -> None:
         head = self.decoder.head
         (logits,), u = head.forward(step, h, None, live=live)

@@ -18,8 +18,8 @@ class Stored:
 
 
 class Weights:
-    """Matrices stay where they lie in the checkpoint's files, in their own type. Vectors (norms, biases) and
-    constants are small: they are held in float32 and written once after allocation."""
+    """Matrices stay where they lie in the checkpoint's files, in their own type. Vectors (norms,
+    biases) and constants are small: they are held in float32 and written once after allocation."""
 
     def __init__(self, stored: Mapping[str, Stored]):
         self._stored = stored

@@ -1,8 +1,7 @@
 """Attention over packed rows, with grouped key and value heads, documents, windows and caches.
 
-Query i sees keys start[i] ≤ j < stop[i]; which document a token belongs to, how far a window reaches and
-where a sequence lies in a cache are all said by these two numbers.
-"""
+Query i sees keys start[i] ≤ j < stop[i]; which document a token belongs to, how far a window
+reaches and where a sequence lies in a cache are all said by these two numbers."""
 
 import numpy as np
 
@@ -31,19 +30,21 @@ def _probabilities(q, k, start, stop, scale):
     flops=lambda d: 2 * product(d, "n", "m", "h", "d"),
 )
 def attention(q, k, v, start, stop, *, scale):
-    """o = softmax(scale · q kᵀ) v over the visible keys; lse is the log of the softmax's denominator."""
+    """o = softmax(scale · q kᵀ) v over the visible keys; lse is the log of the softmax's
+    denominator."""
     seen = int(stop.max(initial=0))
     p, lse = _probabilities(q, k[:seen], start, stop, scale)
     return (p @ _spread(v[:seen], q.shape[1])).transpose(1, 0, 2), lse.T
 
 
 @op(
-    "do[n,h,d] q[n,h,d] k[n,g,d] v[n,g,d] o[n,h,d] lse[n,h]:f32 start[n]:i32 live -> dq[n,h,d] dk[n,g,d] dv[n,g,d]",
+    "do[n,h,d] q[n,h,d] k[n,g,d] v[n,g,d] o[n,h,d] lse[n,h]:f32 start[n]:i32 live -> dq[n,h,d] "
+    "dk[n,g,d] dv[n,g,d]",
     flops=lambda d: 5 * product(d, "n", "n", "h", "d"),
 )
 def attention_backward(do, q, k, v, o, lse, start, *, scale):
-    """Gradients of `attention` with stop[i] = i + 1 and start never decreasing. dP = dO Vᵀ,
-    dS = P ∘ (dP - rowsum(dO ∘ O)) · scale, dQ = dS K, dK = dSᵀ Q, dV = Pᵀ dO (Dao et al. 2022, B.2)."""
+    """Gradients of `attention` with stop[i] = i + 1 and start never decreasing. dP = dO Vᵀ, dS = P
+    ∘ (dP - rowsum(dO ∘ O)) · scale, dQ = dS K, dK = dSᵀ Q, dV = Pᵀ dO (Dao et al. 2022, B.2)."""
     n, h, d = q.shape
     p, _ = _probabilities(q, k, start, np.arange(1, n + 1), scale)
     do_h, q_h = do.transpose(1, 0, 2), q.transpose(1, 0, 2)

@@ -1,10 +1,10 @@
-"""Matrix products of LoRA layers (Hu et al. 2022: y = x Wᵀ + s (x Aᵀ) Bᵀ, W frozen, A and B trained).
+"""Matrix products of LoRA layers (Hu et al. 2022: y = x Wᵀ + s (x Aᵀ) Bᵀ, W frozen, A and B
+trained).
 
-Projections that share an input form a group (q, k, v; gate, up). Their A are stacked, so one narrow product
-u = (x Aᵀ) ∘ scale serves the group; `scale` holds each projection's s, once per row of A. A member without an adapter
-has rank 0. The adapter's share is never a pass of its own: the K loop of the wide product runs on over (u, B)
-forward and over (v, A) backward, where v = (dy B) ∘ scale.
-"""
+Projections that share an input form a group (q, k, v; gate, up). Their A are stacked, so one narrow
+product u = (x Aᵀ) ∘ scale serves the group; `scale` holds each projection's s, once per row of A. A
+member without an adapter has rank 0. The adapter's share is never a pass of its own: the K loop of
+the wide product runs on over (u, B) forward and over (v, A) backward, where v = (dy B) ∘ scale."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def _columns(members):
 def _linear_flops(d: Dims) -> int:
     wide = sum(sizes(d, "o"))
     adapters = sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=False))
-    return 2 * d["n"] * (wide * d["c"] + adapters)
+    return int(2 * d["n"] * (wide * d["c"] + adapters))
 
 
 @op("x[n,c] a[s,c] scale[s]:f32 live -> u[n,s]", flops=lambda d: 2 * product(d, "n", "c", "s"))
@@ -30,7 +30,10 @@ def lora_down(x, a, scale):
     return (x @ a.T) * scale
 
 
-@op("x[n,c] w*[o,c] u[n,s]? b*[o,r]? bias*[o]:f32? residual[n,o]? live -> y*[n,o]", flops=_linear_flops)
+@op(
+    "x[n,c] w*[o,c] u[n,s]? b*[o,r]? bias*[o]:f32? residual[n,o]? live -> y*[n,o]",
+    flops=_linear_flops,
+)
 def lora_linear(x, w, u, b, bias, residual):
     """y_i = x W_iᵀ + u_i B_iᵀ + bias_i + residual, where u_i are the member's columns of u."""
     y = [x @ member.T for member in w]
@@ -44,7 +47,8 @@ def lora_linear(x, w, u, b, bias, residual):
 
 
 @op(
-    "x[n,c] w_gate[f,c] w_up[f,c] u[n,s]? b_gate[f,p]? b_up[f,q]? live -> gate[n,f] up[n,f] act[n,f]",
+    "x[n,c] w_gate[f,c] w_up[f,c] u[n,s]? b_gate[f,p]? b_up[f,q]? live -> gate[n,f] up[n,f] "
+    "act[n,f]",
     flops=lambda d: 2 * product(d, "n", "f") * (2 * d["c"] + d.get("p", 0) + d.get("q", 0)),
 )
 def lora_swiglu(x, w_gate, w_up, u, b_gate, b_up):
@@ -58,7 +62,9 @@ def lora_swiglu(x, w_gate, w_up, u, b_gate, b_up):
 
 @op(
     "dy*[n,o] b*[o,r] scale[s]:f32 live -> v[n,s]",
-    flops=lambda d: 2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True)),
+    flops=lambda d: (
+        2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True))
+    ),
 )
 def lora_up_backward(dy, b, scale):
     """v = (dy_i B_i, side by side) ∘ scale: the gradient at x Aᵀ."""
@@ -94,7 +100,9 @@ def lora_a_grad(v, x, da):
 
 @op(
     "dy*[n,o] u[n,s] live -> +db*[o,r]:f32",
-    flops=lambda d: 2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True)),
+    flops=lambda d: (
+        2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True))
+    ),
 )
 def lora_b_grad(dy, u, db):
     """dB_i += dy_iᵀ u_i."""

@@ -15,11 +15,12 @@ def _losses(logits, target):
 
 
 @op(
-    "target[n]:i32 loss_scale[1]:f32 live -> +loss[1]:f32 +logits[n,v]", flops=lambda d: 6 * product(d, "n", "v")
+    "target[n]:i32 loss_scale[1]:f32 live -> +loss[1]:f32 +logits[n,v]",
+    flops=lambda d: 6 * product(d, "n", "v"),
 )
 def cross_entropy(target, loss_scale, loss, logits):
-    """loss += Σ (log Σ exp(logits) - logits[target]); logits become loss_scale · (softmax - one-hot), the
-    gradient of that sum."""
+    """loss += Σ (log Σ exp(logits) - logits[target]); logits become loss_scale · (softmax -
+    one-hot), the gradient of that sum."""
     gradient = np.exp(logits - _log_sum_exp(logits))
     gradient[np.arange(len(target)), target] -= 1.0
     return loss + _losses(logits, target).sum(), loss_scale * gradient

@@ -22,7 +22,8 @@ def rms_norm(x, w, *, eps):
 
 
 @op(
-    "dy[n,c] x[n,c] w[c]:f32 rstd[n]:f32 residual[n,c]? live -> dx[n,c]", flops=lambda d: 8 * product(d, "n", "c")
+    "dy[n,c] x[n,c] w[c]:f32 rstd[n]:f32 residual[n,c]? live -> dx[n,c]",
+    flops=lambda d: 8 * product(d, "n", "c"),
 )
 def rms_norm_backward(dy, x, w, rstd, residual):
     """dx = rstd (g - x̂ mean(g ∘ x̂)) + residual, with x̂ = x · rstd and g = dy ∘ w."""
@@ -30,14 +31,18 @@ def rms_norm_backward(dy, x, w, rstd, residual):
     return dx if residual is None else dx + residual
 
 
-@op("x[n,h,d] w[d]:f32 live -> y[n,h,d] rstd[n,h]:f32", flops=lambda d: 4 * product(d, "n", "h", "d"))
+@op(
+    "x[n,h,d] w[d]:f32 live -> y[n,h,d] rstd[n,h]:f32",
+    flops=lambda d: 4 * product(d, "n", "h", "d"),
+)
 def head_norm(x, w, *, eps):
     """`rms_norm` of every head by itself, one weight for all of them."""
     return _forward(x, w, eps)
 
 
 @op(
-    "dy[n,h,d] x[n,h,d] w[d]:f32 rstd[n,h]:f32 live -> dx[n,h,d]", flops=lambda d: 8 * product(d, "n", "h", "d")
+    "dy[n,h,d] x[n,h,d] w[d]:f32 rstd[n,h]:f32 live -> dx[n,h,d]",
+    flops=lambda d: 8 * product(d, "n", "h", "d"),
 )
 def head_norm_backward(dy, x, w, rstd):
     """Gradient of `head_norm` to x."""

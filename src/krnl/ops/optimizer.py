@@ -1,15 +1,25 @@
 """One update over the contiguous regions of parameters, gradients and moments.
 
-`hyper[9]` is written by the host before each update and holds, in this order: learning rate, beta1, beta2, eps,
-weight decay, clip, 1 - beta1^t, 1 - beta2^t, and what the summed gradients are to be multiplied by to become the mean
-over target tokens (1 / tokens, and / loss scale where there is one).
-"""
+`hyper[9]` is written by the host before each update and holds, in this order: learning rate, beta1,
+beta2, eps, weight decay, clip, 1 - beta1^t, 1 - beta2^t, and what the summed gradients are to be
+multiplied by to become the mean over target tokens (1 / tokens, and / loss scale where there is
+one)."""
 
 import numpy as np
 
 from krnl.plan.op import op, product
 
-HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "clip", "correction1", "correction2", "gradient_scale")
+HYPER = (
+    "lr",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "clip",
+    "correction1",
+    "correction2",
+    "gradient_scale",
+)
 
 
 @op("grad[p]:f32 hyper[9]:f32 -> norm[1]:f32", flops=lambda d: 2 * product(d, "p"))
@@ -23,8 +33,8 @@ def gradient_norm(grad, hyper):
     flops=lambda d: 14 * product(d, "p"),
 )
 def adamw(grad, norm, hyper, param, first, second):
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) on the gradient clipped to norm `clip` (0: not clipped).
-    Does nothing when the norm is not finite."""
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) on the gradient clipped to norm `clip` (0: not
+    clipped). Does nothing when the norm is not finite."""
     lr, beta1, beta2, eps, decay, clip, correction1, correction2, scale = hyper
     if not np.isfinite(norm[0]):
         return param, first, second

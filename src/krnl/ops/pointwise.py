@@ -1,4 +1,5 @@
-"""Row-wise and element-wise ops: embedding, gather, casts, activation, rotary positions, dropout."""
+"""Row-wise and element-wise ops: embedding, gather, casts, activation, rotary positions,
+dropout."""
 
 import numpy as np
 
@@ -29,7 +30,8 @@ def embedding(ids, table):
 
 @op("x[t,c] index[n]:i32 live -> y[n,c]")
 def gather_rows(x, index):
-    """Row index[i] of x; zeros where index[i] is -1. With the inverse index it is its own backward."""
+    """Row index[i] of x; zeros where index[i] is -1. With the inverse index it is its own
+    backward."""
     return np.where(index[:, None] >= 0, x[index], 0.0)
 
 
@@ -52,7 +54,8 @@ def swiglu(gate, up):
 
 
 @op(
-    "dact[n,f] gate[n,f] up[n,f] live -> dgate[n,f] dup[n,f] act[n,f]", flops=lambda d: 12 * product(d, "n", "f")
+    "dact[n,f] gate[n,f] up[n,f] live -> dgate[n,f] dup[n,f] act[n,f]",
+    flops=lambda d: 12 * product(d, "n", "f"),
 )
 def swiglu_backward(dact, gate, up):
     """Gradients of `swiglu`, and act once more for the down projection's own adapter."""
@@ -61,15 +64,19 @@ def swiglu_backward(dact, gate, up):
 
 @op("position[n]:i32 inv_freq[p]:f32 live -> cos[n,p]:f32 sin[n,p]:f32")
 def rope_table(position, inv_freq, *, scale):
-    """scale · cos and sin of position · inv_freq (Su et al. 2024; scale is YaRN's attention factor, else 1)."""
+    """scale · cos and sin of position · inv_freq (Su et al. 2024; scale is YaRN's attention factor,
+    else 1)."""
     angle = position[:, None] * inv_freq
     return scale * np.cos(angle), scale * np.sin(angle)
 
 
-@op("x[n,h,d] cos[n,p]:f32 sin[n,p]:f32 live -> y[n,h,d]", flops=lambda d: 3 * product(d, "n", "h", "d"))
+@op(
+    "x[n,h,d] cos[n,p]:f32 sin[n,p]:f32 live -> y[n,h,d]",
+    flops=lambda d: 3 * product(d, "n", "h", "d"),
+)
 def rope(x, cos, sin, *, sign):
-    """Rotates the pairs (x[j], x[j + d/2]) by sign · angle: sign 1 forward, -1 backward. The two halves of a head
-    are paired as in checkpoints of the Llama family."""
+    """Rotates the pairs (x[j], x[j + d/2]) by sign · angle: sign 1 forward, -1 backward. The two
+    halves of a head are paired as in checkpoints of the Llama family."""
     a, b = np.split(x, 2, axis=-1)
     cos, sin = cos[:, None, :], sign * sin[:, None, :]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -83,14 +90,19 @@ def philox(counter, key):
     low = np.uint64(0xFFFFFFFF)
     for _ in range(10):
         a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        c = [(b >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), b & low, (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), a & low]
+        c = [
+            (b >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            b & low,
+            (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            a & low,
+        ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack(c, axis=1).astype(np.uint32)
 
 
 def _keep(document, position, key, width, rate, stream):
-    """Which of [n, width] elements survive: the random word of (column, position, document, stream) under the key
-    is at least rate · 2³². The place of a token in a pass plays no part."""
+    """Which of [n, width] elements survive: the random word of (column, position, document, stream)
+    under the key is at least rate · 2³². The place of a token in a pass plays no part."""
     blocks = -(-width // 4)
     counter = np.empty((len(document), blocks, 4), np.uint32)
     counter[..., 0] = np.arange(blocks)
@@ -103,7 +115,8 @@ def _keep(document, position, key, width, rate, stream):
 
 @op("x[n,c] document[n]:i32 position[n]:i32 key[2]:i32 live -> y[n,c]")
 def dropout(x, document, position, key, *, rate, stream):
-    """x / (1 - rate) where kept, else 0. The mask is drawn again wherever it is needed, never stored."""
+    """x / (1 - rate) where kept, else 0. The mask is drawn again wherever it is needed, never
+    stored."""
     return x * _keep(document, position, key, x.shape[1], rate, stream) / (1.0 - rate)
 
 

@@ -1,4 +1,5 @@
-"""The arena: an address for every buffer before anything runs, and the checks that make a replay safe."""
+"""The arena: an address for every buffer before anything runs, and the checks that make a replay
+safe."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ class Lifetime:
 
 
 def plan(steps: Sequence[Step], table: Table, largest_block: int = 2**62) -> list[Plan]:
-    """Lowers programs and lays them out over one memory, in blocks of at most `largest_block` bytes."""
+    """Lowers programs and lays them out over one memory, in blocks of at most `largest_block`
+    bytes."""
     lowered = [lower(step.calls, table) for step in steps]
     for step, dispatches in zip(steps, lowered, strict=True):
         check_written(step.name, dispatches)
@@ -113,19 +115,24 @@ def check_written(name: str, dispatches: Sequence[Dispatch]) -> None:
     for dispatch in dispatches:
         for buffer in dispatch.call.reads():
             if buffer.kind is Kind.TEMP and buffer.root not in written:
-                raise PlanError(f"{name}: {dispatch.call.label} reads {buffer} before anything wrote it.")
+                raise PlanError(
+                    f"{name}: {dispatch.call.label} reads {buffer} before anything wrote it."
+                )
         written.update(b.root for b in dispatch.call.writes())
 
 
 def check_gradients(plan: Plan, region: Buffer) -> None:
-    """Refuses a program that leaves any of the gradient region unwritten: a trainable was forgotten."""
+    """Refuses a program that leaves any of the gradient region unwritten: a trainable was
+    forgotten."""
     written = np.zeros(region.size, bool)
     for dispatch in plan.dispatches:
         for buffer in dispatch.call.writes():
             if buffer.root is region:
                 written[buffer.start : buffer.start + buffer.size] = True
     if not written.all():
-        raise PlanError(f"{plan.name}: nothing writes element {int(np.argmin(written))} of {region}.")
+        raise PlanError(
+            f"{plan.name}: nothing writes element {int(np.argmin(written))} of {region}."
+        )
 
 
 def _buffers(dispatches: Iterable[Dispatch]) -> Iterable[Buffer]:
@@ -148,7 +155,9 @@ def _map_files(layout: Layout, weights: Sequence[Buffer]) -> None:
         layout.places[weight] = Place(blocks[region.path], region.offset)
 
 
-def _reserve(layout: Layout, kind: Kind, programs: Sequence[Sequence[Lifetime]], largest_block: int) -> None:
+def _reserve(
+    layout: Layout, kind: Kind, programs: Sequence[Sequence[Lifetime]], largest_block: int
+) -> None:
     """Blocks for the buffers of one kind; programs reuse one another's memory."""
     addresses: dict[Buffer, int] = {}
     for program in programs:
@@ -164,8 +173,8 @@ def _reserve(layout: Layout, kind: Kind, programs: Sequence[Sequence[Lifetime]],
 
 
 def assign(lifetimes: Sequence[Lifetime], largest_block: int = 2**62) -> dict[Buffer, int]:
-    """An address in bytes for every buffer: those alive together never overlap, and none straddles a multiple of
-    `largest_block`. Largest first, each at the lowest address where it fits."""
+    """An address in bytes for every buffer: those alive together never overlap, and none straddles
+    a multiple of `largest_block`. Largest first, each at the lowest address where it fits."""
     count = len(lifetimes)
     start, end, first, last = (np.zeros(count, np.int64) for _ in range(4))
     addresses: dict[Buffer, int] = {}
@@ -174,12 +183,14 @@ def assign(lifetimes: Sequence[Lifetime], largest_block: int = 2**62) -> dict[Bu
         nbytes = -(-life.buffer.nbytes // ALIGNMENT) * ALIGNMENT
         if nbytes > largest_block:
             raise PlanError(
-                f"{life.buffer} takes {nbytes:,} bytes; this device allows {largest_block:,} in one piece. "
+                f"{life.buffer} takes {nbytes:,} bytes; this device allows {largest_block:,} in "
+                "one piece. "
                 "Lower --tokens."
             )
         alive = np.flatnonzero((first[:i] <= life.last) & (last[:i] >= life.first))
         alive = alive[np.argsort(start[alive], kind="stable")]
-        # Candidates: address 0 and the end of everything that lies below; a gap ends where the next buffer starts.
+        # Candidates: address 0 and the end of everything that lies below; a gap ends where the next
+        # buffer starts.
         candidate = np.concatenate([[0], np.maximum.accumulate(end[alive])])
         straddles = candidate // largest_block != (candidate + max(nbytes, 1) - 1) // largest_block
         candidate = np.where(straddles, (candidate // largest_block + 1) * largest_block, candidate)

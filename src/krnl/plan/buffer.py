@@ -1,4 +1,5 @@
-"""Buffers: named, typed pieces of device memory that exist only on paper until a backend allocates them."""
+"""Buffers: named, typed pieces of device memory that exist only on paper until a backend allocates
+them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -29,8 +30,8 @@ class FileRegion:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """`shape` elements of `dtype`, row-major and contiguous. A view shares the memory of `base` from element
-    `start` on. Buffers are compared by identity."""
+    """`shape` elements of `dtype`, row-major and contiguous. A view shares the memory of `base`
+    from element `start` on. Buffers are compared by identity."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,13 +58,17 @@ class Buffer:
     def part(self, name: str, start: int, shape: tuple[int, ...]) -> "Buffer":
         """A view of prod(shape) elements from element `start` of this buffer."""
         if start < 0 or start + prod(shape) > self.size:
-            raise PlanError(f"A part of {prod(shape)} elements from {start} does not lie inside {self}.")
+            raise PlanError(
+                f"A part of {prod(shape)} elements from {start} does not lie inside {self}."
+            )
         return Buffer(name, shape, self.dtype, self.kind, self.root, self.start + start)
 
     def rows(self, start: int, stop: int) -> "Buffer":
         """Rows start ≤ i < stop of the first axis."""
         width = prod(self.shape[1:])
-        return self.part(f"{self.name}[{start}:{stop}]", start * width, (stop - start, *self.shape[1:]))
+        return self.part(
+            f"{self.name}[{start}:{stop}]", start * width, (stop - start, *self.shape[1:])
+        )
 
     def heads(self, count: int) -> "Buffer":
         """[n, h·d] seen as [n, h, d]."""

@@ -11,8 +11,9 @@ from krnl.plan.step import Call
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel for an op. The first row whose `when` accepts the call is taken; `workspace` is the bytes of
-    scratch it wants from the plan; `why` gives the reason for the row, or where it was measured."""
+    """A kernel for an op. The first row whose `when` accepts the call is taken; `workspace` is the
+    bytes of scratch it wants from the plan; `why` gives the reason for the row, or where it was
+    measured."""
 
     op: str
     kernel: str = ""
@@ -56,6 +57,10 @@ def lower(calls: Iterable[Call], table: Table) -> list[Dispatch]:
     for call in calls:
         row = table.choose(call)
         nbytes = row.workspace(call)
-        scratch = Buffer(f"{call.label}.workspace", (-(-nbytes // 4),), BY_NAME["f32"], Kind.TEMP) if nbytes else None
+        scratch = (
+            Buffer(f"{call.label}.workspace", (-(-nbytes // 4),), BY_NAME["f32"], Kind.TEMP)
+            if nbytes
+            else None
+        )
         dispatches.append(Dispatch(call, row, scratch))
     return dispatches

@@ -6,12 +6,14 @@ An op is a function in NumPy (its float64 reference) under a signature such as
 
 Inputs stand left of the arrow, outputs right. Letters are sizes and must agree wherever they recur.
 
-    :f32    the element type; without it, an input may be any float and an output has the step's activation type
-    *       a group, one buffer per projection; letters found only in groups differ from member to member
+    :f32    the element type; without it, an input may be any float and an output has the step's
+            activation type
+    *       a group, one buffer per projection; letters found only in groups differ from member to
+            member
     ?       may be left out; the reference then gets None
     +       (outputs) updated in place: the reference gets the old value after the inputs
-    live    stands for `live[1]:i32`: how many of the n rows hold data. The reference never sees it, it is handed
-            the live rows only; a kernel neither reads nor writes a row beyond it
+    live    stands for `live[1]:i32`: how many of the n rows hold data. The reference never sees it,
+            it is handed the live rows only; a kernel neither reads nor writes a row beyond it
 
 That is the whole language. Anything more is a view made by the caller, or another op.
 """
@@ -27,7 +29,7 @@ import numpy as np
 from krnl.dtypes import BY_NAME, DType
 
 Size = int | tuple[int, ...]
-Dims = Mapping[str, Size]
+Dims = Mapping[str, Any]  # letter -> int, or a tuple for a group's letters
 LIVE = "live"
 
 
@@ -81,7 +83,9 @@ class Op:
     def has_live(self) -> bool:
         return any(p.name == LIVE for p in self.inputs)
 
-    def evaluate(self, inputs: list[Any], old: list[Any], attributes: Mapping[str, float]) -> tuple[Any, ...]:
+    def evaluate(
+        self, inputs: list[Any], old: list[Any], attributes: Mapping[str, float]
+    ) -> tuple[Any, ...]:
         """The reference on arrays (float64 or int): inputs in signature order without `live`,
         then the old values of updated outputs. Returns one entry per output."""
         result = self.reference(*inputs, *old, **attributes)
@@ -91,8 +95,11 @@ class Op:
         return f"{self.name}({self.signature})"
 
 
-def op(signature: str, flops: Callable[[Dims], int] = lambda d: 0) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator: makes an `Op` of a reference function. Keyword-only arguments become attributes."""
+def op(
+    signature: str, flops: Callable[[Dims], int] = lambda d: 0
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator: makes an `Op` of a reference function. Keyword-only arguments become
+    attributes."""
 
     def make(reference: Callable[..., Any]) -> Op:
         left, right = signature.split("->")

@@ -1,4 +1,5 @@
-"""Step: model code calls ops on it, and a list of calls grows. No autograd, no broadcasting, no laziness."""
+"""Step: model code calls ops on it, and a list of calls grows. No autograd, no broadcasting, no
+laziness."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ Argument = Buffer | tuple[Buffer, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One op on given buffers. `dims` holds every letter's size; `group` how many members the op's groups have."""
+    """One op on given buffers. `dims` holds every letter's size; `group` how many members the op's
+    groups have."""
 
     op: Op
     inputs: tuple[Argument, ...]
@@ -56,8 +58,8 @@ def members(argument: Argument) -> tuple[Buffer, ...]:
 
 
 class Step:
-    """Emits calls. `activation` is the type of outputs whose signature names none; `live` is what ops with a
-    live count are given unless told otherwise."""
+    """Emits calls. `activation` is the type of outputs whose signature names none; `live` is what
+    ops with a live count are given unless told otherwise."""
 
     def __init__(self, name: str, activation: DType, live: Buffer | None = None):
         self.name = name
@@ -76,17 +78,22 @@ class Step:
         live: Buffer | None = None,
         **attributes: float,
     ) -> Any:
-        """Emits op(inputs). Outputs are new temps unless `into` gives them (a buffer, a group, or a tuple with one
-        entry per output; updated outputs must be given). Returns the outputs, alone if there is one."""
+        """Emits op(inputs). Outputs are new temps unless `into` gives them (a buffer, a group, or a
+        tuple with one entry per output; updated outputs must be given). Returns the outputs, alone
+        if there is one."""
         label = "/".join([*self._scopes, op.name])
         given = list(inputs)
         if op.has_live:
             position = next(i for i, p in enumerate(op.inputs) if p.name == LIVE)
             given.insert(position, live or self.live)
         if len(given) != len(op.inputs):
-            raise PlanError(f"{label}: {len(given)} inputs were given; the signature is {op.signature}.")
+            raise PlanError(
+                f"{label}: {len(given)} inputs were given; the signature is {op.signature}."
+            )
         if set(attributes) != set(op.attributes):
-            raise PlanError(f"{label}: attributes are {sorted(op.attributes)}, got {sorted(attributes)}.")
+            raise PlanError(
+                f"{label}: attributes are {sorted(op.attributes)}, got {sorted(attributes)}."
+            )
         dims = self._bind(label, op, given)
         group = max((len(a) for a in given if isinstance(a, tuple)), default=1)
         targets = list(into) if isinstance(into, tuple) and len(op.outputs) > 1 else [into]
@@ -95,7 +102,9 @@ class Step:
             self._output(label, parameter, target, dims, group)
             for parameter, target in zip(op.outputs, targets, strict=True)
         ]
-        self.calls.append(Call(op, tuple(given), tuple(outputs), dict(attributes), dims, group, label))
+        self.calls.append(
+            Call(op, tuple(given), tuple(outputs), dict(attributes), dims, group, label)
+        )
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @contextmanager
@@ -115,7 +124,8 @@ class Step:
 
     @contextmanager
     def unsaved(self) -> Iterator[None]:
-        """Calls made inside keep nothing: their results serve what follows at once, or are computed again."""
+        """Calls made inside keep nothing: their results serve what follows at once, or are computed
+        again."""
         before, self._saving = self._saving, False
         try:
             yield
@@ -135,27 +145,42 @@ class Step:
         return dims
 
     def _match(
-        self, label: str, parameter: Parameter, argument: Argument, dims: dict[str, Size], per_member: set[str]
+        self,
+        label: str,
+        parameter: Parameter,
+        argument: Argument,
+        dims: dict[str, Size],
+        per_member: set[str],
     ) -> None:
         """Checks type and shape of an argument and enters its sizes."""
         found: dict[str, list[int]] = {}
         for buffer in members(argument):
-            right_type = buffer.dtype is parameter.dtype if parameter.dtype else buffer.dtype.is_float
+            right_type = (
+                buffer.dtype is parameter.dtype if parameter.dtype else buffer.dtype.is_float
+            )
             if not right_type or len(buffer.shape) != len(parameter.letters):
-                raise PlanError(f"{label}: '{parameter.name}' is {parameter.letters}:{parameter.dtype}, got {buffer}.")
+                raise PlanError(
+                    f"{label}: '{parameter.name}' is {parameter.letters}:{parameter.dtype}, got "
+                    f"{buffer}."
+                )
             for letter, size in zip(parameter.letters, buffer.shape, strict=True):
-                if letter.isdigit():
-                    found.setdefault(letter, []).append(size)
-                elif letter in per_member:
+                if letter.isdigit() or letter in per_member:
                     found.setdefault(letter, []).append(size)
                 elif dims.setdefault(letter, size) != size:
-                    raise PlanError(f"{label}: {letter} is {dims[letter]}, but {buffer} makes it {size}.")
+                    raise PlanError(
+                        f"{label}: {letter} is {dims[letter]}, but {buffer} makes it {size}."
+                    )
         for letter, values in found.items():
             if letter.isdigit():
                 if any(value != int(letter) for value in values):
-                    raise PlanError(f"{label}: '{parameter.name}' must have size {letter}, got {argument}.")
+                    raise PlanError(
+                        f"{label}: '{parameter.name}' must have size {letter}, got {argument}."
+                    )
             elif dims.setdefault(letter, tuple(values)) != tuple(values):
-                raise PlanError(f"{label}: {letter} is {dims[letter]}, but '{parameter.name}' makes it {tuple(values)}.")
+                raise PlanError(
+                    f"{label}: {letter} is {dims[letter]}, but '{parameter.name}' makes it "
+                    f"{tuple(values)}."
+                )
 
     def _output(
         self, label: str, parameter: Parameter, target: Argument, dims: dict[str, Size], group: int
@@ -163,19 +188,30 @@ class Step:
         per_member = {letter for letter, size in dims.items() if isinstance(size, tuple)}
         if target is not None:
             if isinstance(target, tuple) != parameter.group:
-                raise PlanError(f"{label}: 'into' for '{parameter.name}' does not fit its signature.")
+                raise PlanError(
+                    f"{label}: 'into' for '{parameter.name}' does not fit its signature."
+                )
             per_member |= {p for p in parameter.letters if parameter.group and p not in dims}
             self._match(label, parameter, target, dims, per_member)
             for buffer in members(target):
                 if buffer.root in self.saved:
-                    raise PlanError(f"{label} would overwrite {buffer}, which the backward pass still needs.")
+                    raise PlanError(
+                        f"{label} would overwrite {buffer}, which the backward pass still needs."
+                    )
             return target
         if parameter.updated:
-            raise PlanError(f"{label}: '{parameter.name}' is updated in place and must be given with into=.")
+            raise PlanError(
+                f"{label}: '{parameter.name}' is updated in place and must be given with into=."
+            )
 
         def new(member: int) -> Buffer:
             shape = [_size(dims, letter, member) for letter in parameter.letters]
-            return Buffer(f"{label}.{parameter.name}", tuple(shape), parameter.dtype or self.activation, Kind.TEMP)
+            return Buffer(
+                f"{label}.{parameter.name}",
+                tuple(shape),
+                parameter.dtype or self.activation,
+                Kind.TEMP,
+            )
 
         return tuple(new(i) for i in range(group)) if parameter.group else new(0)
 
@@ -188,8 +224,8 @@ def _size(dims: dict[str, Size], letter: str, member: int) -> int:
 
 
 def _group_letters(op: Op) -> set[str]:
-    """Letters that occur in groups only: they may differ from member to member. An optional plain input may use
-    one too; it can then be given to a group of one."""
+    """Letters that occur in groups only: they may differ from member to member. An optional plain
+    input may use one too; it can then be given to a group of one."""
     grouped = {letter for p in op.inputs + op.outputs if p.group for letter in p.letters}
     plain = {x for p in op.inputs + op.outputs if not p.group and not p.optional for x in p.letters}
     return grouped - plain

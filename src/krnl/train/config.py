@@ -1,4 +1,5 @@
-"""Every setting of a training run, declared once: command-line flags, YAML keys and the saved config follow from here."""
+"""Every setting of a training run, declared once: command-line flags, YAML keys and the saved
+config follow from here."""
 
 import difflib
 import math
@@ -26,7 +27,8 @@ class TrainConfig:
     device: Literal["auto", "cpu", "metal", "cuda", "reference"] = "auto"
     """What computes."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations; sums are float32 in any case. auto: bf16 where the device has it, else fp32."""
+    """Type of activations; sums are float32 in any case. auto: bf16 where the device has it, else
+    fp32."""
 
     rank: int = 16
     """Rank of the adapters."""
@@ -97,14 +99,21 @@ class TrainConfig:
     def check(self) -> "TrainConfig":
         """Itself, or a ConfigError that names the field."""
         if not self.model:
-            raise ConfigError("model is missing: give a folder or a hub id, e.g. --model HuggingFaceTB/SmolLM2-135M.")
+            raise ConfigError(
+                "model is missing: give a folder or a hub id, e.g. --model "
+                "HuggingFaceTB/SmolLM2-135M."
+            )
         if not self.data:
             raise ConfigError("data is missing: give a .jsonl file or a folder with train.jsonl.")
         if not self.out:
             raise ConfigError("out is empty: give a folder for the adapter.")
         for name in ("batch_size", "tokens", "epochs", "steps", "eval_every", "save_every", "show"):
             self._require(name, lambda v: v is None or v >= 1, "at least 1")
-        self._require("max_length", lambda v: v is None or 2 <= v <= self.tokens, f"from 2 to the {self.tokens} tokens of a pass")
+        self._require(
+            "max_length",
+            lambda v: v is None or 2 <= v <= self.tokens,
+            f"from 2 to the {self.tokens} tokens of a pass",
+        )
         self._require("rank", lambda v: v >= 1, "at least 1")
         self._require("alpha", lambda v: 0 < v < math.inf, "above 0")
         self._require("dropout", lambda v: 0 <= v < 1, "at least 0 and below 1")
@@ -116,7 +125,7 @@ class TrainConfig:
         self._require("eps", lambda v: 0 < v < math.inf, "above 0")
         self._require("clip", lambda v: 0 <= v < math.inf, "at least 0")
         self._require("seed", lambda v: 0 <= v < 2**31, "at least 0 and below 2³¹")
-        self._require("memory_limit", lambda v: v is None or v > 0, "above 0")
+        self._require("memory_limit", lambda v: v is None or 0 < v < math.inf, "above 0")
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other.")
         return self
@@ -128,7 +137,8 @@ class TrainConfig:
 
 
 def from_yaml(path: Path) -> TrainConfig:
-    """The settings in a YAML file. ConfigError, with the nearest key, for one that does not exist."""
+    """The settings in a YAML file. ConfigError, with the nearest key, for one that does not
+    exist."""
     import yaml
 
     try:
@@ -150,7 +160,10 @@ def from_dict(content: dict[Any, Any], where: str) -> TrainConfig:
     values = {}
     for key, value in content.items():
         if key not in hints:
-            raise ConfigError(f"{where}: there is no setting '{key}'.{_nearest(str(key).replace('-', '_'), hints)}")
+            raise ConfigError(
+                f"{where}: there is no setting "
+                f"'{key}'.{_nearest(str(key).replace('-', '_'), hints)}"
+            )
         values[key] = _convert(f"{where}: {key}", value, hints[key])
     return TrainConfig(**values)
 
@@ -161,14 +174,18 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _convert(where: str, value: Any, hint: Any) -> Any:
-    """A YAML value as a type of the dataclass. YAML reads 1e-4 as text, 2 as a whole number, one name as no list."""
+    """A YAML value as a type of the dataclass. YAML reads 1e-4 as text, 2 as a whole number, one
+    name as no list."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:  # X | None
         return None if value is None else _convert(where, value, arguments[0])
     if origin is Literal:
         if value not in arguments:
             choices = ", ".join(map(str, arguments))
-            raise ConfigError(f"{where} is {value!r}; it must be one of {choices}.{_nearest(str(value), arguments)}")
+            raise ConfigError(
+                f"{where} is {value!r}; it must be one of "
+                f"{choices}.{_nearest(str(value), arguments)}"
+            )
         return value
     if origin is tuple:
         items = value if isinstance(value, list) else [value]

@@ -39,7 +39,8 @@ FREE = {"out", "save_every", "memory_limit", "recompute"}
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run amounts to. Losses are means per target token; None without validation data."""
+    """What a finished run amounts to. Losses are means per target token; None without validation
+    data."""
 
     out: Path
     updates: int
@@ -56,7 +57,8 @@ class Result:
         lines = [f"{self.updates:,} updates in {self.seconds:.1f} s, {rate:,.0f} tokens/s"]
         if self.first_val_loss is not None and self.best_val_loss is not None:
             lines.append(
-                f"validation loss {self.first_val_loss:.4f} before, {self.last_val_loss:.4f} after (best {self.best_val_loss:.4f})"
+                f"validation loss {self.first_val_loss:.4f} before, {self.last_val_loss:.4f} after "
+                f"(best {self.best_val_loss:.4f})"
             )
         elif self.last_loss is not None:
             lines.append(f"training loss {self.last_loss:.4f} at the end")
@@ -78,13 +80,13 @@ class Progress:
     tokens: int = 0
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 (it is no error)
     """The run was asked to stop, and has saved itself."""
 
 
 def train(config: TrainConfig, console: Console | None = None) -> Result | None:
-    """Runs a whole training, or shows rows and returns None. Raises a KrnlError for anything that is wrong with
-    settings, data or model, and Interrupted after Ctrl-C."""
+    """Runs a whole training, or shows rows and returns None. Raises a KrnlError for anything that
+    is wrong with settings, data or model, and Interrupted after Ctrl-C."""
     console = console or Console(stderr=True)
     config.check()
     model = Model.open(config.model)
@@ -167,8 +169,14 @@ class Run:
         self.backend = open_backend(config.device)
         self.activation = activation_type(self.backend, config.precision)
         planned = plan_training(
-            model.config, model.weights(), self.adapter, tuple(modules), self.backend, self.activation,
-            config.tokens, config.recompute,
+            model.config,
+            model.weights(),
+            self.adapter,
+            tuple(modules),
+            self.backend,
+            self.activation,
+            config.tokens,
+            config.recompute,
         )
         self.use = memory_use(planned, self.backend)
         check_fits(self.use, self.backend.limits.memory, "this machine has")
@@ -199,7 +207,8 @@ class Run:
                     self._save()
                 if stop.is_set() and not last:
                     raise Interrupted(
-                        f"Stopped after update {self.progress.step} of {len(self.order)}; everything is saved. "
+                        f"Stopped after update {self.progress.step} of {len(self.order)}; "
+                        "everything is saved. "
                         "Give the same command with --resume to go on."
                     )
         return self._finish()
@@ -234,7 +243,12 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._diverged(step, loss, norm)
         p = self.progress
-        p.step, p.last_loss, p.seconds, p.tokens = step, loss, p.seconds + seconds, p.tokens + tokens
+        p.step, p.last_loss, p.seconds, p.tokens = (
+            step,
+            loss,
+            p.seconds + seconds,
+            p.tokens + tokens,
+        )
         display.update(step, loss, lr, tokens / seconds)
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
@@ -242,7 +256,8 @@ class Run:
         if not (self.out / ADAPTER_CONFIG).exists():
             self._write_adapter()
         raise TrainingError(
-            f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The last good adapter is in "
+            f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The "
+            "last good adapter is in "
             f"{self.out}. A lower --lr, a --warmup or --clip usually helps."
         )
 
@@ -250,7 +265,9 @@ class Run:
         p = self.progress
         loss = self.session.evaluate(self.data.valid) / self.data.valid_targets
         self.metrics.write(step=p.step, val_loss=loss, val_perplexity=_perplexity(loss))
-        self.console.print(f"update {p.step}: validation loss {loss:.4f}, perplexity {_perplexity(loss):.4g}")
+        self.console.print(
+            f"update {p.step}: validation loss {loss:.4f}, perplexity {_perplexity(loss):.4g}"
+        )
         p.last_val_loss = loss
         if p.first_val_loss is None:
             p.first_val_loss = loss
@@ -270,7 +287,14 @@ class Run:
         self.metrics.close()
         draw(self.out)
         return Result(
-            self.out, p.step, p.first_val_loss, p.best_val_loss, p.last_val_loss, p.last_loss, p.seconds, p.tokens
+            self.out,
+            p.step,
+            p.first_val_loss,
+            p.best_val_loss,
+            p.last_val_loss,
+            p.last_loss,
+            p.seconds,
+            p.tokens,
         )
 
     def _write_adapter(self) -> None:
@@ -280,7 +304,9 @@ class Run:
         return self.progress.step % (every or self.order.per_epoch) == 0
 
     def _settings(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self.config).items() if k not in ("resume", "overwrite", "show")}
+        return {
+            k: v for k, v in asdict(self.config).items() if k not in ("resume", "overwrite", "show")
+        }
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when the run is resumed."""
@@ -292,25 +318,32 @@ class Run:
         return {**same, **resolved, "data_sha256": ids.hexdigest()}
 
     def _claim_folder(self) -> resume.Saved | None:
-        """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from."""
-        left = [name for name in (ADAPTER_CONFIG, METRICS, CHECKPOINTS) if (self.out / name).exists()]
+        """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on
+        from."""
+        left = [
+            name for name in (ADAPTER_CONFIG, METRICS, CHECKPOINTS) if (self.out / name).exists()
+        ]
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"out is {self.out}, which is a file; give a folder.")
         if self.config.resume:
             saved = resume.newest(self.out / CHECKPOINTS)
             if saved is None:
-                raise ConfigError(f"There is no checkpoint in {self.out} to resume from; leave out --resume.")
+                raise ConfigError(
+                    f"There is no checkpoint in {self.out} to resume from; leave out --resume."
+                )
             for key, value in self._identity().items():
                 before = saved.numbers["run"].get(key)
                 if not resume.same_json(before, value):
                     raise ConfigError(
-                        f"{key} is {value!r}, but the run in {self.out} was started with {before!r}. "
+                        f"{key} is {value!r}, but the run in {self.out} was started with "
+                        f"{before!r}. "
                         "A resumed run keeps its settings and data."
                     )
             return saved
         if left and not self.config.overwrite:
             raise ConfigError(
-                f"{self.out} holds an earlier run ({left[0]}). Give --resume to go on with it, --overwrite to replace "
+                f"{self.out} holds an earlier run ({left[0]}). Give --resume to go on with it, "
+                "--overwrite to replace "
                 "it, or another --out."
             )
         for name in (*left, WEIGHTS, PICTURE):
@@ -321,10 +354,15 @@ class Run:
     def _describe(self, model: Model, modules: Modules) -> None:
         """What the run is going to do, before it does it."""
         updates = [self.order[u] for u in range(min(len(self.order), self.order.per_epoch))]
-        passes = [w for rows in updates for w in pack([self.data.train[r] for r in rows], self.config.tokens)]
+        passes = [
+            w
+            for rows in updates
+            for w in pack([self.data.train[r] for r in rows], self.config.tokens)
+        ]
         trained = sum(a.size + b.size for a, b in modules.values())
         self.console.print(
-            f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on {len(modules)} layers, "
+            f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
+            f"{len(modules)} layers, "
             f"{trained:,} trained parameters, at most {gib(self.use.total)} of memory\n"
             f"{len(self.order):,} updates of {self.config.batch_size} rows\n"
             + self.data.train.report.describe(live_share(passes)),
@@ -338,7 +376,8 @@ def _perplexity(loss: float) -> float:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C or SIGTERM, so that the run can save itself; a second one stops at once."""
+    """Set by the first Ctrl-C or SIGTERM, so that the run can save itself; a second one stops at
+    once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

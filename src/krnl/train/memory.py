@@ -68,7 +68,8 @@ def check_fits(use: MemoryUse, limit: int, what: str) -> None:
     over = use.total - limit
     raise PlanError(
         f"This run needs {gib(use.total)}, which is {gib(over)} more than {what} ({gib(limit)}). "
-        f"{gib(use.saved + use.temporaries)} of it are activations: lower --tokens, or set --recompute mlp or layer."
+        f"{gib(use.saved + use.temporaries)} of it are activations: lower --tokens, or set "
+        "--recompute mlp or layer."
     )
 
 

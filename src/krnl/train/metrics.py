@@ -2,9 +2,11 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,17 +17,20 @@ PICTURE = "loss.png"
 
 
 class Metrics:
-    """An append-only log. `position` is its length in bytes; a resumed run cuts it back to a checkpoint's."""
+    """An append-only log. `position` is its length in bytes; a resumed run cuts it back to a
+    checkpoint's."""
 
     def __init__(self, folder: Path, position: int = 0):
         self.path = folder / METRICS
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab")
+            self._file = open(self.path, "ab")  # noqa: SIM115 (open for the whole run)
             self._file.truncate(position)
             self._file.seek(position)
         except OSError as error:
-            raise FormatError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+            raise FormatError(
+                f"{self.path} cannot be written: {error.strerror or error}."
+            ) from error
 
     @property
     def position(self) -> int:
@@ -33,12 +38,17 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """One line. Numbers that JSON has no word for are written as null."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         try:
             self._file.write(json.dumps(clean).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            raise FormatError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+            raise FormatError(
+                f"{self.path} cannot be written: {error.strerror or error}."
+            ) from error
 
     def close(self) -> None:
         self._file.close()
@@ -50,11 +60,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def draw(folder: Path) -> Path:
-    """Draws loss.png from metrics.jsonl: training loss per update, its running mean, validation loss, rate."""
+    """Draws loss.png from metrics.jsonl: training loss per update, its running mean, validation
+    loss, rate."""
     from matplotlib.figure import Figure
 
     lines = read(folder / METRICS)
-    train = [(m["step"], m["loss"], m["lr"]) for m in lines if "loss" in m and m["loss"] is not None]
+    train = [
+        (m["step"], m["loss"], m["lr"]) for m in lines if "loss" in m and m["loss"] is not None
+    ]
     valid = [(m["step"], m["val_loss"]) for m in lines if "val_loss" in m]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -67,7 +80,13 @@ def draw(folder: Path) -> Path:
         rate.set_ylabel("learning rate (dotted)", color="#777777")
         rate.set_ylim(bottom=0)
     if valid:
-        axes.plot(*zip(*valid, strict=True), color="#c8502c", marker="o", linewidth=1.5, label="validation loss")
+        axes.plot(
+            *zip(*valid, strict=True),
+            color="#c8502c",
+            marker="o",
+            linewidth=1.5,
+            label="validation loss",
+        )
     axes.set_xlabel("update")
     axes.set_ylabel("mean loss per target token")
     axes.set_ylim(bottom=0)
@@ -77,14 +96,13 @@ def draw(folder: Path) -> Path:
     return folder / PICTURE
 
 
-def _smooth(values: Any, share: float = 0.1) -> list[float]:
-    """Exponential running mean, corrected for its start."""
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean = (1 - share) * mean + share * value
-        weight = (1 - share) * weight + share
-        out.append(mean / weight)
-    return out
+def _smooth(values: Sequence[float]) -> np.ndarray:
+    """Centred running mean over a fortieth of the run, narrower at the ends."""
+    reach = len(values) // 80
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    first, last = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+    return np.asarray((total[last] - total[first]) / (last - first))
 
 
 class Display:
@@ -101,7 +119,9 @@ class Display:
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("", total=total, completed=done, loss="–", lr="–", rate="–")
+        self._task = self._progress.add_task(
+            "", total=total, completed=done, loss="–", lr="–", rate="–"
+        )
         self._shown = 0.0
         self._every = max(1, total // 20)
 
@@ -113,7 +133,10 @@ class Display:
         self._progress.stop()
 
     def update(self, step: int, loss: float, lr: float, rate: float) -> None:
-        """Shows an update; where the output is no terminal, every twentieth of the run gets a line."""
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", lr=f"{lr:.2e}", rate=f"{rate:,.0f}")
+        """Shows an update; where the output is no terminal, every twentieth of the run gets a
+        line."""
+        self._progress.update(
+            self._task, completed=step, loss=f"{loss:.4f}", lr=f"{lr:.2e}", rate=f"{rate:,.0f}"
+        )
         if not self.console.is_terminal and step % self._every == 0:
             self.console.print(f"update {step}: loss {loss:.4f}, lr {lr:.2e}, {rate:,.0f} tok/s")

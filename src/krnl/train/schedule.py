@@ -35,7 +35,10 @@ def hyper(
     clip: float,
     gradient_scale: float,
 ) -> np.ndarray:
-    """The `hyper` input of ops/optimizer.py for update k: float32 [9], bias corrections worked out in double."""
+    """The `hyper` input of ops/optimizer.py for update k: float32 [9], bias corrections worked out
+    in double."""
     beta1, beta2 = betas
     corrections = (1.0 - beta1**update, 1.0 - beta2**update)
-    return np.array([lr, beta1, beta2, eps, weight_decay, clip, *corrections, gradient_scale], np.float32)
+    return np.array(
+        [lr, beta1, beta2, eps, weight_decay, clip, *corrections, gradient_scale], np.float32
+    )

@@ -38,9 +38,13 @@ def plan_training(
     tokens: int,
     recompute: Recompute = "none",
 ) -> TrainingPlan:
-    """Emits, lowers and lays out the programs for passes of up to `tokens` tokens, adapters on `paths`."""
+    """Emits, lowers and lays out the programs for passes of up to `tokens` tokens, adapters on
+    `paths`."""
     if adapter.dropout and "lm_head" in paths:
-        raise PlanError("Dropout with an adapter on lm_head is not supported; set dropout to 0 or leave lm_head out.")
+        raise PlanError(
+            "Dropout with an adapter on lm_head is not supported; set dropout to 0 or leave "
+            "lm_head out."
+        )
     decoder = Decoder(config, weights, adapter_shapes(adapter, paths), activation)
     programs = TrainingPrograms(decoder, tokens, adapter.dropout, recompute)
     accumulate, evaluate, update = plan(
@@ -55,7 +59,9 @@ def plan_training(
 class Session:
     """Allocated and compiled: adapters in place, moments zero."""
 
-    def __init__(self, planned: TrainingPlan, model: Model, modules: Modules, backend: Backend, seed: int):
+    def __init__(
+        self, planned: TrainingPlan, model: Model, modules: Modules, backend: Backend, seed: int
+    ):
         self._planned = planned
         self._trainable = planned.decoder.trainable
         self._inputs = planned.programs.inputs
@@ -64,7 +70,11 @@ class Session:
         self._memory: Memory = backend.allocate(planned.accumulate.layout)
         model.fill(planned.decoder.weights, self._memory)
         self._memory.write(self._inputs.loss_scale, np.ones(1))
-        self.restore(self._trainable.pack(modules), np.zeros(self._trainable.size), np.zeros(self._trainable.size))
+        self.restore(
+            self._trainable.pack(modules),
+            np.zeros(self._trainable.size),
+            np.zeros(self._trainable.size),
+        )
         self._accumulate = backend.compile(planned.accumulate, self._memory)
         self._evaluate = backend.compile(planned.evaluate, self._memory)
         self._update = backend.compile(planned.update, self._memory)
@@ -78,8 +88,8 @@ class Session:
         self._accumulate.run()
 
     def update(self, hyper: np.ndarray) -> tuple[float, float]:
-        """Applies the summed gradients. Returns the summed loss and the norm of the mean gradient; where that is
-        not finite, nothing was changed."""
+        """Applies the summed gradients. Returns the summed loss and the norm of the mean gradient;
+        where that is not finite, nothing was changed."""
         self._memory.write(self._inputs.hyper, hyper)
         self._update.run()
         programs = self._planned.programs
@@ -114,7 +124,12 @@ class Session:
     def restore(self, param: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
         """Puts back what `state` returned."""
         t = self._trainable
-        for buffer, values in ((t.param, param), (t.compute, param), (t.first, first), (t.second, second)):
+        for buffer, values in (
+            (t.param, param),
+            (t.compute, param),
+            (t.first, first),
+            (t.second, second),
+        ):
             self._memory.write(buffer, values)
 
     def _feed(self, work: Pass) -> None:
@@ -133,7 +148,9 @@ class Session:
         ):
             self._memory.write(buffer.rows(0, len(values)), values)
         for window, buffer in i.start.items():
-            first = work.doc_start if window is None else np.maximum(work.doc_start, rows - window + 1)
+            first = (
+                work.doc_start if window is None else np.maximum(work.doc_start, rows - window + 1)
+            )
             self._memory.write(buffer.rows(0, live), first)
         self._memory.write(i.live, np.array([live]))
         self._memory.write(i.live_targets, np.array([targets]))

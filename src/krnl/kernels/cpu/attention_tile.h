@@ -18,8 +18,6 @@ constexpr int kStripVectors = 4;
 constexpr int kStripVectors = 2;
 #endif
 
-constexpr float kLog2e = 1.44269504088896341f;
-
 // What one cell holds.
 template <class Cell>
 using Element = std::conditional_t<Cell::depth == 2, bf16, float>;

@@ -7,9 +7,10 @@
 namespace krnl {
 namespace {
 
-// 32-bit words, one in each 64-bit lane, as the products of Philox want them.
+// Philox multiplies 32-bit words to 64 bits: one word in the low half of each lane, anything in the high half.
 constexpr int kLanes = W / 2;
 typedef uint64_t Longs __attribute__((vector_size(8 * kLanes)));
+constexpr uint64_t kLow = 0xffffffff;
 
 inline Longs product(Longs a, uint32_t b) {
 #if defined(__AVX512F__)
@@ -19,7 +20,7 @@ inline Longs product(Longs a, uint32_t b) {
 #elif defined(__SSE2__)
   return (Longs)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
 #else
-  return a * b;
+  return (a & kLow) * b;
 #endif
 }
 
@@ -27,25 +28,28 @@ struct Key {
   uint32_t word[2];
 };
 
+// a0 b0 a1 b1 ..., each lane two random words.
+template <size_t... lane>
+inline void store_alternating(uint32_t* to, Longs a, Longs b, std::index_sequence<lane...>) {
+  const Longs first = __builtin_shufflevector(a, b, (lane % 2 * kLanes + lane / 2)...);
+  const Longs second = __builtin_shufflevector(a, b, (lane % 2 * kLanes + (kLanes + lane) / 2)...);
+  std::memcpy(to, &first, sizeof first);
+  std::memcpy(to + 2 * kLanes, &second, sizeof second);
+}
+
 // The random words of columns [4 block, 4 block + 4 kLanes) of a token.
 inline void philox(int64_t block, uint32_t position, uint32_t document, uint32_t stream, Key key, uint32_t* words) {
-  const Longs low = Longs{} + 0xffffffffu;
   Longs c0 = Longs{} + static_cast<uint64_t>(block), c1 = Longs{} + position, c2 = Longs{} + document, c3 = Longs{} + stream;
   for (int lane = 0; lane < kLanes; lane++) c0[lane] += lane;
   for (int round = 0; round < 10; round++) {
     const Longs a = product(c0, 0xD2511F53u), b = product(c2, 0xCD9E8D57u);
     c0 = (b >> 32) ^ c1 ^ key.word[0];
-    c1 = b & low;
+    c1 = b;
     c2 = (a >> 32) ^ c3 ^ key.word[1];
-    c3 = a & low;
+    c3 = a;
     key = {{key.word[0] + 0x9E3779B9u, key.word[1] + 0xBB67AE85u}};
   }
-  for (int lane = 0; lane < kLanes; lane++) {
-    words[4 * lane] = static_cast<uint32_t>(c0[lane]);
-    words[4 * lane + 1] = static_cast<uint32_t>(c1[lane]);
-    words[4 * lane + 2] = static_cast<uint32_t>(c2[lane]);
-    words[4 * lane + 3] = static_cast<uint32_t>(c3[lane]);
-  }
+  store_alternating(words, (c0 & kLow) | (c1 << 32), (c2 & kLow) | (c3 << 32), std::make_index_sequence<kLanes>{});
 }
 
 // y = residual + x / (1 - rate) where kept, residual (or 0) elsewhere.

@@ -6,6 +6,15 @@ namespace krnl {
 
 constexpr int64_t kFewRows = 16;
 
+// Whether a product is done here: all its rows must fit the scratch as cells.
+template <class Cell, int parts>
+bool is_few(const Product<parts>& product) {
+  int64_t cells = 0;
+  for (const Sum& sum : product.sums) cells += sum.cells<Cell>();
+  const int64_t bytes = product.rows * cells * int64_t{sizeof(float)};
+  return product.rows <= kFewRows && product.sums[0].terms[0].b.along && bytes <= kThreadScratch;
+}
+
 // sum[r][i] += vectors of products of x's row r and column i, for W columns along k.
 template <class Cell, int rows, class T>
 void multiply_columns(const char* const* x, const T* w, int64_t stride, int64_t columns, int64_t k, Floats (*sum)[W]) {
@@ -44,7 +53,8 @@ inline int64_t few_rows_pieces(int64_t columns, int64_t threads) { return std::m
 
 // Piece `index` of a product whose weights all lie along k: W columns of them at a time meet all rows, two by two.
 template <class Cell, class T, int parts, class Epilogue>
-void multiply_few_rows(const Product<parts>& product, int64_t rows, int64_t index, int64_t pieces, float* scratch, const Epilogue& epilogue) {
+void multiply_few_rows(const Product<parts>& product, int64_t index, int64_t pieces, float* scratch, const Epilogue& epilogue) {
+  const int64_t rows = product.rows;
   const char* x[parts][kTerms][kFewRows + MR];
   for (int p = 0; p < parts; p++)
     for (int t = 0; t < product.sums[p].count; t++)

@@ -17,32 +17,34 @@ struct Blocking {
   int64_t panel_begin(int64_t panel) const { return W * share(vectors, panels, panel); }
 };
 
-// Takes the cut with the least work for the busiest of `threads` threads. Work is counted in tiles; packing a panel is
-// worth about two, more where few panels leave only short stretches of memory to read at a time. Two panels at least are
-// worth cutting K for, so that rows are read half as often.
+// Takes the cut with the least work for the busiest of `threads` threads, counted in tiles. Reading a strip's rows costs
+// a twentieth of a tile, packing a panel two, more where few panels leave only short stretches of memory to read at a
+// time; and as threads are never equally fast, the last piece is waited for. K is cut so that two panels fit, whatever the
+// number of threads: where K is cut may matter to the last bit.
 template <class Cell, int parts>
-Blocking choose_blocking(const Product<parts>& product, int64_t rows, int64_t threads) {
+Blocking choose_blocking(const Product<parts>& product, int64_t threads) {
   Blocking b = {};
   b.vectors = ceil_div(product.columns, W);
   b.panels = ceil_div(b.vectors, kTileVectors);
-  b.strips = ceil_div(rows, MR);
+  b.strips = ceil_div(product.rows, MR);
   const Sum& sum = product.sums[0];
-  const double scattered = sum.terms[0].b.along ? 0.5 : 3;
+  const double short_stretches = sum.terms[0].b.along ? 0.5 : 3;
   const int64_t room = kPanelBytes / (int64_t{sizeof(float)} * NR * parts), cells = sum.template cells<Cell>();
+  b.chunks = std::max<int64_t>(1, ceil_div(cells * std::min<int64_t>(2, b.panels), room));
   double least = 0;
   for (int64_t together = std::min<int64_t>(kPanels, b.panels); together > 0; together--) {
-    const int64_t column_blocks = ceil_div(b.panels, together), chunks = std::max<int64_t>(1, ceil_div(cells * together, room));
-    if (together > 2 && chunks > 1) continue;
-    const int64_t most_strips = chunks == 1 ? b.strips : kTileBytes / (int64_t{sizeof(float)} * kTile * together * parts);
+    if (together > 2 && ceil_div(cells, b.chunks) * together > room) continue;
+    const int64_t column_blocks = ceil_div(b.panels, together);
+    const int64_t most_strips = b.chunks == 1 ? b.strips : kTileBytes / (int64_t{sizeof(float)} * kTile * together * parts);
     const int64_t fewest = ceil_div(b.strips, most_strips), most = std::max(fewest, std::min(b.strips, ceil_div(2 * threads, column_blocks)));
     for (int64_t row_blocks = fewest; row_blocks <= most; row_blocks++) {
-      const double piece = static_cast<double>(together * ceil_div(b.strips, row_blocks)) + 2.0 * static_cast<double>(together) + scattered;
-      const double work = piece * static_cast<double>(ceil_div(column_blocks * row_blocks, threads));
+      const double strips = static_cast<double>(ceil_div(b.strips, row_blocks)), panels = static_cast<double>(together);
+      const double piece = strips * (panels + 0.05) + 2 * panels + short_stretches;
+      const double work = piece * (static_cast<double>(ceil_div(column_blocks * row_blocks, threads)) + 0.1);
       if (least > 0 && work >= least) continue;
       least = work;
       b.column_blocks = column_blocks;
       b.row_blocks = row_blocks;
-      b.chunks = chunks;
     }
   }
   return b;
@@ -53,8 +55,8 @@ Blocking choose_blocking(const Product<parts>& product, int64_t rows, int64_t th
 template <class Cell, class T, int parts>
 class Block {
  public:
-  Block(const Product<parts>& product, int64_t rows, const Blocking& blocking, int64_t index, float* scratch)
-      : product_(product), rows_(rows), chunks_(blocking.chunks) {
+  Block(const Product<parts>& product, const Blocking& blocking, int64_t index, float* scratch)
+      : product_(product), chunks_(blocking.chunks) {
     const int64_t column_block = index / blocking.row_blocks, row_block = index % blocking.row_blocks;
     first_strip_ = share(blocking.strips, blocking.row_blocks, row_block);
     last_strip_ = share(blocking.strips, blocking.row_blocks, row_block + 1);
@@ -126,7 +128,7 @@ class Block {
       float* copy = copies_;
       for (int r = 0; r < range_count_[p]; r++) {
         const Range& range = ranges_[p][r];
-        strips[r] = strip_of<Cell, T>(range.term->a, range.first, range.k, row, rows_, copy);
+        strips[r] = strip_of<Cell, T>(range.term->a, range.first, range.k, row, product_.rows, copy);
       }
       for (int q = 0; q < panels_; q++) {
         const int vectors = static_cast<int>((begin_[q + 1] - begin_[q]) / W);
@@ -139,12 +141,12 @@ class Block {
   void finish_strip(int64_t row, const float* tiles, const Epilogue& epilogue) {
     for (int q = 0; q < panels_; q++) {
       const int64_t columns = std::min(begin_[q + 1], product_.columns) - begin_[q];
-      finish_tile<parts>(tiles + q * parts * kTile, kTile, row, std::min<int64_t>(MR, rows_ - row), begin_[q], columns, epilogue);
+      finish_tile<parts>(tiles + q * parts * kTile, kTile, row, std::min<int64_t>(MR, product_.rows - row), begin_[q], columns, epilogue);
     }
   }
 
   const Product<parts>& product_;
-  int64_t rows_, chunks_, first_strip_, last_strip_;
+  int64_t chunks_, first_strip_, last_strip_;
   int panels_, range_count_[parts];
   int64_t begin_[kPanels + 1];  // each panel's first column
   float *tiles_, *packed_, *copies_;
@@ -155,25 +157,28 @@ class Block {
 // For each of `members` products, its elements to epilogue(member, i, j, n, vectors...). T is the type of rows that are
 // not made of cells.
 template <class Cell, class T, int parts, class Epilogue>
-void multiply(const Product<parts>* products, int members, int64_t rows, const Epilogue& epilogue) {
-  int64_t columns = 0;
-  for (int m = 0; m < members; m++) columns += products[m].columns;
-  if (rows == 0 || columns == 0) return;
-  const bool few = rows <= kFewRows && products[0].sums[0].terms[0].b.along;
+void multiply(const Product<parts>* products, int members, const Epilogue& epilogue) {
+  int64_t elements = 0;
+  for (int m = 0; m < members; m++) elements += products[m].rows * products[m].columns;
+  if (elements == 0) return;
+  bool few[kMembers] = {};
   Blocking blocking[kMembers] = {};
-  int64_t pieces[kMembers], total = 0;
+  int64_t pieces[kMembers] = {}, total = 0;
   for (int m = 0; m < members; m++) {
-    const int64_t threads = ceil_div(thread_count() * products[m].columns, columns);
-    if (!few && products[m].columns > 0) blocking[m] = choose_blocking<Cell>(products[m], rows, threads);
-    total += pieces[m] = few ? few_rows_pieces(products[m].columns, threads) : blocking[m].pieces();
+    const Product<parts>& product = products[m];
+    if (product.rows == 0 || product.columns == 0) continue;
+    const int64_t threads = ceil_div(thread_count() * product.rows * product.columns, elements);
+    few[m] = is_few<Cell>(product);
+    if (!few[m]) blocking[m] = choose_blocking<Cell>(product, threads);
+    total += pieces[m] = few[m] ? few_rows_pieces(product.columns, threads) : blocking[m].pieces();
   }
   parallel_for(total, [&](int64_t index, int thread) {
     int m = 0;
     while (index >= pieces[m]) index -= pieces[m++];
     float* scratch = static_cast<float*>(thread_scratch(thread));
     auto finish = [&](auto... values) { epilogue(m, values...); };
-    if (few) multiply_few_rows<Cell, T>(products[m], rows, index, pieces[m], scratch, finish);
-    else Block<Cell, T, parts>(products[m], rows, blocking[m], index, scratch).run(finish);
+    if (few[m]) multiply_few_rows<Cell, T>(products[m], index, pieces[m], scratch, finish);
+    else Block<Cell, T, parts>(products[m], blocking[m], index, scratch).run(finish);
   });
 }
 

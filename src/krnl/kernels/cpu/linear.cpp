@@ -27,9 +27,9 @@ template <class T>
 void down(const Dispatch& d) {
   const Argument &x = d[0], &a = d[1], &u = d[4];
   const float* scale = d[2].as<float>();
-  Product<1> product = {{}, a.shape[0]};
+  Product<1> product = {{}, d.live(3), a.shape[0]};
   product.sums[0].add(times_transposed(x.as<T>(), x.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, d.live(3), [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
     store_some(u.as<T>() + i * u.shape[1] + j, sum * load_some(scale + j, n), n);
   });
 }
@@ -42,6 +42,7 @@ void linear(const Dispatch& d) {
   Product<1> products[kMembers] = {};
   int64_t u_column = 0;
   for (int m = 0; m < group; m++) {
+    products[m].rows = d.live(3 + 3 * group);
     products[m].columns = w[m].shape[0];
     products[m].sums[0].add(times_transposed(x.as<T>(), x.shape[1], w[m]));
     if (b[m]) {
@@ -49,7 +50,7 @@ void linear(const Dispatch& d) {
       u_column += b[m].shape[1];
     }
   }
-  multiply<CellOf<T>, T>(products, group, d.live(3 + 3 * group), [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
     const int64_t at = i * products[m].columns + j;
     if (bias[m]) sum += load_some(bias[m].as<float>() + j, n);
     if (residual) sum += load_some(residual.as<T>() + at, n);
@@ -60,7 +61,7 @@ void linear(const Dispatch& d) {
 template <class T>
 void swiglu(const Dispatch& d) {
   const Argument &x = d[0], *w = &d[1], &u = d[3], *b = &d[4], &gate = d[7], &up = d[8], &act = d[9];
-  Product<2> product = {{}, w[0].shape[0]};
+  Product<2> product = {{}, d.live(6), w[0].shape[0]};
   int64_t u_column = 0;
   for (int m = 0; m < 2; m++) {
     product.sums[m].add(times_transposed(x.as<T>(), x.shape[1], w[m]));
@@ -68,7 +69,7 @@ void swiglu(const Dispatch& d) {
     product.sums[m].add(times_transposed(u.as<T>() + u_column, u.shape[1], b[m]));
     u_column += b[m].shape[1];
   }
-  multiply<CellOf<T>, T>(&product, 1, d.live(6), [&](int, int64_t i, int64_t j, int64_t n, Floats g, Floats h) {
+  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats g, Floats h) {
     const int64_t at = i * product.columns + j;
     store_some(gate.as<T>() + at, g, n);
     store_some(up.as<T>() + at, h, n);
@@ -85,11 +86,12 @@ void up_backward(const Dispatch& d) {
   int64_t v_column[kMembers], s = 0;
   for (int m = 0; m < group; m++) {
     v_column[m] = s;
+    products[m].rows = d.live(2 * group + 1);
     products[m].columns = b[m].shape[1];
     products[m].sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], b[m]));
     s += b[m].shape[1];
   }
-  multiply<CellOf<T>, T>(products, group, d.live(2 * group + 1), [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
     j += v_column[m];
     store_some(v.as<T>() + i * s + j, sum * load_some(scale + j, n), n);
   });
@@ -99,10 +101,10 @@ template <class T>
 void linear_backward(const Dispatch& d) {
   const int group = d.group;
   const Argument *dy = &d[0], *w = &d[group], &v = d[2 * group], &a = d[2 * group + 1], &dx = d[2 * group + 3];
-  Product<1> product = {{}, dx.shape[1]};
+  Product<1> product = {{}, d.live(2 * group + 2), dx.shape[1]};
   for (int m = 0; m < group; m++) product.sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], w[m]));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, d.live(2 * group + 2), [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
     store_some(dx.as<T>() + i * product.columns + j, sum, n);
   });
 }
@@ -110,10 +112,10 @@ void linear_backward(const Dispatch& d) {
 template <class T>
 void swiglu_backward(const Dispatch& d) {
   const Argument &dy = d[0], &w = d[1], &v = d[2], &a = d[3], &gate = d[4], &up = d[5], &dgate = d[7], &dup = d[8], &act = d[9];
-  Product<1> product = {{}, w.shape[1]};
+  Product<1> product = {{}, d.live(6), w.shape[1]};
   product.sums[0].add(times(dy.as<T>(), dy.shape[1], w));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, d.live(6), [&](int, int64_t i, int64_t j, int64_t n, Floats dact) {
+  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats dact) {
     const int64_t at = i * product.columns + j;
     __builtin_prefetch(gate.as<T>() + at + MR * product.columns);  // for the next strip
     __builtin_prefetch(up.as<T>() + at + MR * product.columns);
@@ -145,9 +147,9 @@ void a_grad(const Dispatch& d) {
   const Argument &v = d[0], &x = d[1], &da = d[3];
   const int64_t n = d.live(2), s = v.shape[1], c = x.shape[1];
   if (n == 0) return;
-  Product<1> product = {{}, c};
+  Product<1> product = {{}, s, c};
   product.sums[0].add({transposed(d, v.as<T>(), n, s, "lora_a_grad"), {x.data, x.type, c, false}, n});
-  multiply<CellOf<T>, T>(&product, 1, s, [&](int, int64_t i, int64_t j, int64_t count, Floats sum) {
+  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t count, Floats sum) {
     float* to = da.as<float>() + i * c + j;
     store_some(to, load_some(to, count) + sum, count);
   });
@@ -161,19 +163,20 @@ void b_grad(const Dispatch& d) {
   const int64_t n = d.live(group + 1), s = u.shape[1];
   if (n == 0) return;
   Rows rows = transposed(d, u.as<T>(), n, s, "lora_b_grad");
+  Product<1> products[kMembers] = {};
   for (int m = 0; m < group; m++) {
-    const int64_t o = dy[m].shape[1], r = db[m].shape[1];
-    Product<1> product = {{}, o};
-    product.sums[0].add({rows, {dy[m].data, dy[m].type, o, false}, n});
-    multiply<CellOf<T>, T>(&product, 1, r, [&](int, int64_t i, int64_t j, int64_t count, Floats sum) {
-      alignas(64) float values[W];
-      store(values, sum);
-      for (int64_t k = 0; k < count; k++) db[m].as<float>()[(j + k) * r + i] += values[k];
-    });
-    rows.data += r * rows.row;
+    products[m].rows = db[m].shape[1];
+    products[m].columns = dy[m].shape[1];
+    products[m].sums[0].add({rows, {dy[m].data, dy[m].type, dy[m].shape[1], false}, n});
+    rows.data += products[m].rows * rows.row;
   }
+  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t count, Floats sum) {
+    alignas(64) float values[W];
+    store(values, sum);
+    float* to = db[m].as<float>() + j * products[m].rows + i;
+    for (int64_t k = 0; k < count; k++) to[k * products[m].rows] += values[k];
+  });
 }
-
 
 #define KRNL_LINEAR(name, function)                   \
   void name(const Dispatch& d) {                      \

@@ -39,25 +39,39 @@ void gradient_norm(const Dispatch& d) {
   *d[2].as<float>() = static_cast<float>(std::sqrt(total) * std::fabs(d[1].as<Hyper>()->gradient_scale));
 }
 
+// The factors of one update that are the same for every element.
+struct Factors {
+  float gradient, beta1, rest1, beta2, rest2, correction2, eps, keep, rate;
+};
+
+// A plain loop over pointers that do not overlap: the compiler makes vectors of it, square roots included.
+void update(int64_t count, const float* __restrict grad, float* __restrict param, float* __restrict first, float* __restrict second, const Factors& given) {
+  const Factors f = given;
+  for (int64_t i = 0; i < count; i++) {
+    const float g = grad[i] * f.gradient;
+    first[i] = f.beta1 * first[i] + f.rest1 * g;
+    second[i] = f.beta2 * second[i] + f.rest2 * g * g;
+    param[i] = f.keep * param[i] - f.rate * first[i] / (std::sqrt(second[i] * f.correction2) + f.eps);
+  }
+}
+
 void adamw(const Dispatch& d) {
   const float norm = *d[1].as<float>();
-  const Hyper& hyper = *d[2].as<Hyper>();
+  const Hyper& h = *d[2].as<Hyper>();
   if (!std::isfinite(norm)) return;
-  const double shrink = hyper.clip > 0 ? std::min(1.0, hyper.clip / (norm + 1e-6)) : 1.0;
-  const float scale = static_cast<float>(hyper.gradient_scale * shrink);
-  const float beta1 = hyper.beta1, beta2 = hyper.beta2, rest1 = 1 - hyper.beta1, rest2 = 1 - hyper.beta2, eps = hyper.eps;
-  const float keep = static_cast<float>(1 - double(hyper.lr) * hyper.weight_decay);
-  const float rate = static_cast<float>(double(hyper.lr) / hyper.correction1);
-  const float correction2 = 1 / hyper.correction2;
-  for_rows(d[0].shape[0], 1, [&](int64_t first, int64_t last) {
-    const float* __restrict grad = d[0].as<float>();
-    float *__restrict param = d[3].as<float>(), *__restrict m = d[4].as<float>(), *__restrict v = d[5].as<float>();
-    for (int64_t i = first; i < last; i++) {
-      const float g = grad[i] * scale;
-      m[i] = beta1 * m[i] + rest1 * g;
-      v[i] = beta2 * v[i] + rest2 * g * g;
-      param[i] = keep * param[i] - rate * m[i] / (std::sqrt(v[i] * correction2) + eps);
-    }
+  const double shrink = h.clip > 0 ? std::min(1.0, h.clip / (norm + 1e-6)) : 1.0;
+  Factors f = {};
+  f.gradient = static_cast<float>(h.gradient_scale * shrink);
+  f.beta1 = h.beta1;
+  f.rest1 = 1 - h.beta1;
+  f.beta2 = h.beta2;
+  f.rest2 = 1 - h.beta2;
+  f.correction2 = 1 / h.correction2;
+  f.eps = h.eps;
+  f.keep = static_cast<float>(1 - double(h.lr) * h.weight_decay);
+  f.rate = static_cast<float>(double(h.lr) / h.correction1);
+  for_rows(d[0].shape[0], 1, [&](int64_t begin, int64_t end) {
+    update(end - begin, d[0].as<float>() + begin, d[3].as<float>() + begin, d[4].as<float>() + begin, d[5].as<float>() + begin, f);
   });
 }
 

@@ -1,7 +1,8 @@
 // Vectors of floats in the widest registers of the instruction set this file is compiled for.
 //
 // The compilers' vector extensions give arithmetic, comparison and fused multiply-add on every target from one source;
-// what they cannot say (rounding to bf16 and f16 in hardware) stands beside the general way.
+// what they cannot say (rounding to bf16 and f16 in hardware), or GCC 12 says badly, stands beside the general way. Such
+// intrinsics are the masked ones with every lane on: of the plain ones GCC 12 warns that they read an uninitialised register.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -39,7 +40,7 @@ inline Ints lanes() {
 inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 inline Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // GCC 12 would compare and blend
+  return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); 
 #else
   return a > b ? a : b;
 #endif
@@ -52,7 +53,11 @@ inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline Floats load(const bf16* p) {
   Halves h;
   std::memcpy(&h, p, sizeof h);
+#if defined(__AVX512F__)
+  return (Floats)((Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h) << 16);
+#else
   return (Floats)(__builtin_convertvector(h, Words) << 16);
+#endif
 }
 inline void store(bf16* p, Floats v) {
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
@@ -67,8 +72,7 @@ inline void store(bf16* p, Floats v) {
 #endif
 }
 
-// Half precision: in hardware where there is any, else by moving bits (no call into a compiler's library). The masked
-// forms, with every lane on, because GCC 12 warns that the plain ones read an uninitialised register.
+// Half precision: in hardware where there is any, else by moving bits (no call into a compiler's library).
 inline Floats load(const f16* p) {
   Halves h;
   std::memcpy(&h, p, sizeof h);
@@ -132,8 +136,12 @@ inline T from_float(float x) {
 template <class Vector, class Combine, size_t... lane>
 inline float reduce(Vector v, const Combine& combine, std::index_sequence<lane...>) {
   constexpr size_t half = sizeof...(lane);
-  if constexpr (half == 1) return combine(v[0], v[1]);
-  else return reduce(combine(__builtin_shufflevector(v, v, lane...), __builtin_shufflevector(v, v, (half + lane)...)), combine, std::make_index_sequence<half / 2>{});
+  if constexpr (half == 1) {
+    return combine(v[0], v[1]);
+  } else {
+    auto both = combine(__builtin_shufflevector(v, v, lane...), __builtin_shufflevector(v, v, (half + lane)...));
+    return reduce(both, combine, std::make_index_sequence<half / 2>{});
+  }
 }
 inline float sum(Floats v) {
   return reduce(v, [](auto a, auto b) { return a + b; }, std::make_index_sequence<W / 2>{});
@@ -142,9 +150,11 @@ inline float largest(Floats v) {
   return reduce(v, [](auto a, auto b) { return a > b ? a : b; }, std::make_index_sequence<W / 2>{});
 }
 
+constexpr float kLog2e = 1.44269504088896341f;
+
 // e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, as far as it matters to a softmax; infinite above; NaN stays NaN.
 inline Floats exp(Floats x) {
-  const Floats log2e = broadcast(1.44269504088896341f), high = broadcast(0.693359375f), low = broadcast(-2.12194440054690583e-4f);
+  const Floats log2e = broadcast(kLog2e), high = broadcast(0.693359375f), low = broadcast(-2.12194440054690583e-4f);
   Floats t = max(min(x, broadcast(88.72f)), broadcast(-87.33f));
   const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
   Floats shifted = t * log2e + magic, n = shifted - magic;

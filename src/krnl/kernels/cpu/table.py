@@ -48,7 +48,8 @@ def _norm_partials(call: Call) -> int:
 
 
 def _transposed_cells(narrow: int) -> Callable[[Call], int]:
-    """Input number `narrow`, [n,s], as transposed cells of 32 bits; floats are used where they lie."""
+    """Input number `narrow`, [n,s], as transposed cells of 32 bits; floats are used where they
+    lie."""
 
     def nbytes(call: Call) -> int:
         buffer = call.inputs[narrow]
@@ -66,15 +67,42 @@ TABLE = Table(
         Row("cross_entropy", workspace=_row_losses, why="each row's loss, summed in order"),
         Row("cross_entropy_loss", workspace=_row_losses, why="each row's loss, summed in order"),
         Row("gradient_norm", workspace=_norm_partials, why="sums of fixed blocks, added in order"),
-        Row("lora_a_grad", workspace=_transposed_cells(0), why="v transposed for broadcasts in the inner loop"),
-        Row("lora_b_grad", workspace=_transposed_cells(1), why="u transposed for broadcasts in the inner loop"),
+        Row(
+            "lora_a_grad",
+            workspace=_transposed_cells(0),
+            why="v transposed for broadcasts in the inner loop",
+        ),
+        Row(
+            "lora_b_grad",
+            workspace=_transposed_cells(1),
+            why="u transposed for broadcasts in the inner loop",
+        ),
         *(
             Row(name, why="the only kernel")
-            for name in (
-                "adamw cache_write cast dropout dropout_backward embedding gather_rows head_norm "
-                "head_norm_backward lora_down lora_linear lora_linear_backward lora_swiglu lora_swiglu_backward "
-                "lora_up_backward rms_norm rms_norm_backward rope rope_table swiglu swiglu_backward zero"
-            ).split()
+            for name in [
+                "adamw",
+                "cache_write",
+                "cast",
+                "dropout",
+                "dropout_backward",
+                "embedding",
+                "gather_rows",
+                "head_norm",
+                "head_norm_backward",
+                "lora_down",
+                "lora_linear",
+                "lora_linear_backward",
+                "lora_swiglu",
+                "lora_swiglu_backward",
+                "lora_up_backward",
+                "rms_norm",
+                "rms_norm_backward",
+                "rope",
+                "rope_table",
+                "swiglu",
+                "swiglu_backward",
+                "zero",
+            ]
         ),
     ],
 )

@@ -4,8 +4,8 @@
 // C is cut into tiles of MR rows (a strip) and up to NR columns (a panel), which stay in registers. A thread packs the
 // weights of a few panels into its own memory, as much of K as its cache holds, and passes over the strips with them:
 // weights are read once from where they lie, and the left-hand operand needs no packing, since one value of it at a time
-// is broadcast. (Goto and van de Geijn 2008, without their copy of A.) An element of C is added up along K in one order,
-// wherever K, rows and columns are cut, so that results do not depend on the number of threads.
+// is broadcast. (Goto and van de Geijn 2008, without their copy of A.) The order in which an element of C is added up
+// depends on the sizes alone, so results do not depend on the number of threads.
 #pragma once
 #include "pack.h"
 #include "rows.h"
@@ -59,7 +59,7 @@ struct Sum {
 template <int parts>
 struct Product {
   Sum sums[parts];
-  int64_t columns;
+  int64_t rows, columns;
 };
 
 // Up to MR rows of cells; a row that is missing stands for the last one, and its results are dropped.
