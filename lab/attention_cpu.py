@@ -84,7 +84,7 @@ def measure(shape: tuple[int, ...], document: int, dtype: DType, backend: CpuBac
 
     out = (Buffer("out", (n, h, d), dtype, Kind.STATE), Buffer("out_lse", (n, h), F32, Kind.STATE))
     results = [(time(attention, "q k v start stop", out), 4 * visible)]
-    if n == m and __import__("os").environ.get("BWD","1")=="1":
+    if n == m:
         results.append((time(attention_backward, "do q k v o lse start", tuple(outputs.values())), 10 * visible))
     return results
 

@@ -2,9 +2,9 @@
 
     python lab/gemm_cpu.py [--control PROGRAM] [--only WORD] [--types bf16,f32]
 
-Prints GF/s of the best and of the median call. With --control, a program that answers each line on its input with
-{"fp32": GF/s, "bf16": GF/s}, what the processor's multipliers reach at this moment, also the share of the best answer
-so far (others may be using the machine).
+Prints GF/s of the best and of the median call. With --control, a program that answers each line
+on its input with {"fp32": GF/s, "bf16": GF/s}, what the processor's multipliers reach at this
+moment, also the share of the best answer so far (others may be using the machine).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from krnl.backends.cpu import CpuBackend
-from krnl.dtypes import BF16, BY_NAME, F32, I32, DType
+from krnl.dtypes import BF16, BY_NAME, I32, DType
 from krnl.ops import gemm
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
@@ -30,7 +30,7 @@ WEIGHTS = {"w", "w_gate", "w_up"}
 
 @dataclass(frozen=True)
 class Product:
-    """An op at given sizes (a tuple: one per member of the group); `without` names inputs that are left out."""
+    """An op at given sizes (a tuple: one per member of the group) without some optional inputs."""
 
     title: str
     op: Op
@@ -38,10 +38,11 @@ class Product:
     without: tuple[str, ...] = ("bias", "residual")
 
 
-def plain(title: str, n: int, o: int, c: int) -> Iterator[Product]:
-    """The three products of a linear layer without adapters: forward, dx, and with n as K."""
-    yield Product(f"{title} nt", gemm.lora_linear, {"n": n, "c": c, "o": (o,)}, ("u", "b", "bias", "residual"))
-    yield Product(f"{title} nn", gemm.lora_linear_backward, {"n": n, "c": c, "o": (o,)}, ("v", "a"))
+def plain(title: str, n: int, o: int, k: int) -> Iterator[Product]:
+    """A product alone, x Wᵀ (nt) and x W (nn): [n,k] times [k,o]."""
+    alone = ("u", "b", "v", "a", "bias", "residual")
+    yield Product(f"{title} nt", gemm.lora_linear, {"n": n, "c": k, "o": (o,)}, alone)
+    yield Product(f"{title} nn", gemm.lora_linear_backward, {"n": n, "c": o, "o": (k,)}, alone)
 
 
 def layer(name: str, n: int, c: int, f: int, q: int, kv: int, r: int) -> Iterator[Product]:
@@ -69,18 +70,21 @@ def layer(name: str, n: int, c: int, f: int, q: int, kv: int, r: int) -> Iterato
 def products() -> Iterator[Product]:
     yield from plain("seed 512x5632x2048", 512, 5632, 2048)
     yield from plain("seed 512x2048x5632", 512, 2048, 5632)
-    yield Product("seed skinny 512x32x2048", gemm.lora_down, {"n": 512, "c": 2048, "s": 32})
-    yield Product("seed skinny 512x32x5632", gemm.lora_up_backward, {"n": 512, "o": (5632,), "r": (32,), "s": 32})
-    yield Product("seed skinny 32x2048x512", gemm.lora_a_grad, {"n": 512, "c": 2048, "s": 32})
-    yield Product("seed skinny 5632x32x512", gemm.lora_b_grad, {"n": 512, "o": (5632,), "r": (32,), "s": 32})
+    up = {"n": 512, "o": (5632,), "r": (32,), "s": 32}
+    yield Product("skinny nt 512x32x2048", gemm.lora_down, {"n": 512, "c": 2048, "s": 32})
+    yield Product("skinny nn 512x32x5632", gemm.lora_up_backward, up)
+    yield Product("skinny tn 32x2048x512", gemm.lora_a_grad, {"n": 512, "c": 2048, "s": 32})
+    yield Product("skinny tn 5632x32x512", gemm.lora_b_grad, up)
     yield from layer("SmolLM2-135M", 1024, 576, 1536, 576, 192, 16)
     yield from layer("Qwen2.5-0.5B", 1024, 896, 4864, 896, 128, 16)
     yield from layer("storyteller", 1800, 256, 768, 256, 128, 16)
-    yield from plain("SmolLM2 head", 512, 49152, 576)
-    yield from plain("Qwen head", 512, 151936, 896)
-    yield from plain("storyteller head", 512, 1013, 256)
+    for name, v, c in (("SmolLM2", 49152, 576), ("Qwen", 151936, 896), ("storyteller", 1013, 256)):
+        forward, _ = plain(f"{name} head", 512, v, c)
+        _, backward = plain(f"{name} head", 512, c, v)
+        yield from (forward, backward)
     for n in (1, 4, 16, 17, 32):
-        yield Product(f"decode {n} row(s)", gemm.lora_linear, {"n": n, "c": 576, "o": (49152,)}, ("u", "b", "bias", "residual"))
+        forward, _ = plain(f"decode {n} row(s)", n, 49152, 576)
+        yield forward
 
 
 def buffers(product: Product, parameter: Parameter, activation: DType, weight: DType) -> Any:
@@ -102,7 +106,9 @@ def seconds(product: Product, backend: CpuBackend, activation: DType, weight: DT
     """The durations of calls, for about half a second."""
     rng = np.random.default_rng(0)
     step, live = Step("lab", activation), Buffer("live", (1,), I32, Kind.INPUT)
-    inputs = [buffers(product, p, activation, weight) for p in product.op.inputs if p.name != "live"]
+    inputs = [
+        buffers(product, p, activation, weight) for p in product.op.inputs if p.name != "live"
+    ]
     outputs = [buffers(product, p, activation, weight) for p in product.op.outputs]
     step(product.op, *inputs, into=tuple(outputs) if len(outputs) > 1 else outputs[0], live=live)
     (planned,) = plan([step], backend.kernels)
@@ -119,23 +125,27 @@ def seconds(product: Product, backend: CpuBackend, activation: DType, weight: DT
 
 
 class Control:
-    """The processor's peak in GF/s, from the control program."""
+    """The processor's peak in GF/s, from the control program; unknown without one."""
 
     def __init__(self, program: str | None):
         self.best: dict[str, float] = {}
-        self.process = program and subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self.process:
-            self._line()
+        self.process = None
+        if program:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen([program], stdin=pipe, stdout=pipe, text=True)
+            self._answer()
 
-    def _line(self) -> Any:
-        return json.loads(self.process.stdout.readline())
+    def _answer(self) -> dict[str, float]:
+        assert self.process and self.process.stdout
+        answer: dict[str, float] = json.loads(self.process.stdout.readline())
+        return answer
 
     def peak(self, name: str) -> float:
-        if not self.process:
+        if not self.process or not self.process.stdin:
             return float("nan")
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        for key, value in self._line().items():
+        for key, value in self._answer().items():
             self.best[key] = max(self.best.get(key, 0.0), value)
         return self.best[name]
 
@@ -147,19 +157,21 @@ def main() -> None:
     parser.add_argument("--types", default="bf16,f32")
     options = parser.parse_args()
     backend, control = CpuBackend(), Control(options.control)
-    print(f"{backend.description}\n{'op':22} {'product':28} {'type':5} {'ms':>8} {'GF/s':>7} {'median':>7} {'% peak':>7}")
+    print(f"{backend.isa}, {backend.limits.threads} threads; weights bf16")
+    print(f"{'op':21} {'product':26} {'type':4} {'ms':>8} {'GF/s':>6} {'median':>6} {'% peak':>6}")
     for product in products():
         if options.only not in f"{product.op.name} {product.title}":
             continue
         for name in options.types.split(","):
             activation = BY_NAME[name]
-            peak = control.peak("bf16" if activation is BF16 and backend.isa == "avx512bf16" else "fp32")
+            pairs = activation is BF16 and backend.isa == "avx512bf16"
+            peak = control.peak("bf16" if pairs else "fp32")
             times = seconds(product, backend, activation, BF16)
             work = product.op.flops(product.dims)
             best, middle = work / min(times) / 1e9, work / median(times) / 1e9
             print(
-                f"{product.op.name:22} {product.title:28} {name:5} {min(times) * 1e3:8.3f} {best:7.0f} {middle:7.0f} "
-                f"{100 * best / peak:7.0f}",
+                f"{product.op.name:21} {product.title:26} {name:4} {min(times) * 1e3:8.3f} "
+                f"{best:6.0f} {middle:6.0f} {100 * best / peak:6.0f}",
                 flush=True,
             )
 

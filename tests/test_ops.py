@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_cases import CASES, Case, allowance
 
 from krnl.backends.cpu import CpuBackend, available_isas
 from krnl.backends.reference import ReferenceBackend
@@ -23,6 +22,7 @@ from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.op import Op, Parameter
 from krnl.plan.step import Step
+from op_cases import CASES, Case, allowance
 
 GUARD = 24  # elements around an output; no multiple of a vector, so that outputs are misaligned
 EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "25"))

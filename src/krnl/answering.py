@@ -30,7 +30,7 @@ def answer(options: GenerateOptions) -> None:
         prompts = [prompt_ids(model.tokenizer, options.prompt, options.raw)]
     else:
         assert options.messages is not None
-        prompts = conversation_ids(model.tokenizer, Path(options.messages), options.answer_last)
+        prompts = conversation_ids(model, Path(options.messages), options.answer_last)
     request = Request(prompts, options.max_tokens, sampling)
     backend = open_backend(options.device)
     activation = activation_type(backend, options.precision)
@@ -58,10 +58,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> np.ndarr
     return tokenizer.encode(prompt).ids
 
 
-def conversation_ids(tokenizer: Tokenizer, path: Path, answer_last: bool) -> list[np.ndarray]:
+def conversation_ids(model: Model, path: Path, answer_last: bool) -> list[np.ndarray]:
     """Token ids of every conversation in a file, up to where the assistant answers. DataError names
-    the line of one that does not end with somebody else's turn."""
-    prompts = []
+    the line of one that does not end with somebody else's turn, or leaves no room for an answer."""
+    prompts, limit = [], model.config.max_positions - 1
     for row in read_rows(path):
         if not isinstance(row, Chat):
             raise DataError(f"{row.where} is not a conversation: it needs a 'messages' list.")
@@ -78,7 +78,13 @@ def conversation_ids(tokenizer: Tokenizer, path: Path, answer_last: bool) -> lis
                 f"{row.where} leaves nothing to answer: its last turn is the assistant's. Give "
                 "--answer-last to answer it anew."
             )
-        prompts.append(_chat_ids(tokenizer, messages, row.tools))
+        ids = _chat_ids(model.tokenizer, messages, row.tools)
+        if len(ids) > limit:
+            raise DataError(
+                f"{row.where} has {len(ids):,} tokens; with room for an answer the limit of this "
+                f"model is {limit:,}."
+            )
+        prompts.append(ids)
     return prompts
 
 

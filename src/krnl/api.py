@@ -1,6 +1,7 @@
 """The Python interface: load, Lora, train, generate. The command line does the same things with the
 same words."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,11 +50,11 @@ def train(
     `out` afterwards."""
     folder = str(model.folder) if isinstance(model, Model) else str(model)
     adapter = lora or Lora()
-    given = {**vars(adapter), "targets": list(adapter.targets), **settings}
+    given = {**vars(adapter), **settings}
     config = from_dict({**given, "model": folder, "data": str(data), "out": str(out)}, "krnl.train")
     if config.show is not None:
         raise ConfigError("show is for the command line.")
-    result = run_training(config, Console(quiet=quiet))
+    result = run_training(config, Console(quiet=quiet, markup=False))
     assert result is not None
     return result
 
@@ -84,3 +85,8 @@ def generate(
         opened, loaded, backend, activation_type(backend, precision), request
     )
     return "".join(piece for _, piece, _ in answer_all(generator, opened, request))
+
+
+# The sub-package `train` and the module `generate` have claimed these names; to who imports krnl,
+# they mean the functions.
+vars(sys.modules["krnl"]).update(train=train, generate=generate)

@@ -98,13 +98,13 @@ def train(arguments: list[str]) -> int:
     from krnl.train.loop import Interrupted
     from krnl.train.loop import train as run_training
 
-    console = Console()
+    console = Console(markup=False)
     try:
         result = run_training(config, console)
     except Interrupted as interrupted:
         return _complain(str(interrupted), 130)
     if result is not None:
-        console.print(result.describe(), highlight=False)
+        console.print(result.describe(), highlight=False, soft_wrap=True)
     return 0
 
 

@@ -49,6 +49,7 @@ def merge(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder; give a new one.")
     config, modules = adapter
+    probe = model.tokenizer.encode(PROBE).ids[: min(PROMPT_TOKENS, model.config.max_positions)]
     rounding = _Rounding()
     sources = sorted({t.path for t in model.checkpoint.tensors.values()})
     try:
@@ -61,7 +62,7 @@ def merge(
             _write_index(model, out, untied)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}.") from error
-    difference = logits_error(model, adapter, Model.open(str(out)), backend)
+    difference = logits_error(model, adapter, Model.open(str(out)), backend, probe)
     return Merged(out, len(modules), difference, rounding.largest)
 
 
@@ -149,11 +150,14 @@ def _write_index(model: Model, out: Path, untied: bool) -> None:
 
 
 def logits_error(
-    model: Model, adapter: tuple[AdapterConfig, Modules], merged: Model, backend: Backend
+    model: Model,
+    adapter: tuple[AdapterConfig, Modules],
+    merged: Model,
+    backend: Backend,
+    ids: np.ndarray,
 ) -> float:
-    """The largest difference between the two models' float32 logits on the probe text, over the
-    largest logit."""
-    ids = model.tokenizer.encode(PROBE).ids[: min(PROMPT_TOKENS, model.config.max_positions)]
+    """The largest difference between the two models' float32 logits after each token of a text,
+    over the largest logit."""
     before = Generator(model, adapter, backend, F32, len(ids) + 1, picks=len(ids)).read_whole(ids)
     after = Generator(merged, None, backend, F32, len(ids) + 1, picks=len(ids)).read_whole(ids)
     return float(np.abs(before - after).max() / np.abs(before).max())

@@ -2,20 +2,22 @@
 weights."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from krnl.backends.base import Backend
 from krnl.dtypes import DType
 from krnl.errors import ConfigError
 from krnl.formats import hub
+from krnl.formats.peft import AdapterConfig, check_fits, read_adapter
 from krnl.formats.safetensors import INDEX, SINGLE
 from krnl.model import Model, imagined_weights, stored_dtype
 from krnl.models import config as model_config
-from krnl.models.config import linear_paths
+from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
 from krnl.train.config import TrainConfig
 from krnl.train.loop import adapter_config
@@ -46,8 +48,7 @@ def plan_run(config: TrainConfig, backend: Backend, activation: DType) -> Planne
         if has_weights
         else imagined_weights(shape, stored_dtype(folder))
     )
-    adapter = adapter_config(config)
-    paths = adapter.select(linear_paths(shape))
+    adapter, paths = _adapter(config, shape)
     training = plan_training(
         shape, weights, adapter, paths, backend, activation, config.tokens, config.recompute
     )
@@ -60,9 +61,9 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     training = planned.training
     capacity = training.programs.capacity
     console.print(
-        f"[bold]{planned.name}[/] on {planned.backend.name} in {planned.precision}: passes of up "
-        f"to {capacity:,} tokens, "
-        f"adapters on {planned.layers} layers, {planned.trained:,} trained parameters"
+        f"[bold]{escape(planned.name)}[/] on {planned.backend.name} in {planned.precision}: "
+        f"passes of up to {capacity:,} tokens, adapters on {planned.layers} layers, "
+        f"{planned.trained:,} trained parameters"
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,
     )
@@ -105,6 +106,16 @@ def _print_dispatches(program: Plan, console: Console, every: bool) -> None:
             flops, nbytes = sum(c.flops for c in calls), sum(c.nbytes for c in calls)
             table.add_row(f"{count} ×", name, f"{flops / 1e6:,.1f}", f"{nbytes / 1e6:,.2f}")
     console.print(table)
+
+
+def _adapter(config: TrainConfig, shape: ModelConfig) -> tuple[AdapterConfig, tuple[str, ...]]:
+    """The adapter that the run would train, new or given, and the layers that it is on."""
+    if config.init_adapter is None:
+        adapter = adapter_config(config)
+        return adapter, adapter.select(linear_paths(shape))
+    adapter, modules = read_adapter(Path(config.init_adapter).expanduser())
+    check_fits(modules, linear_paths(shape), config.init_adapter)
+    return replace(adapter, dropout=config.dropout), tuple(modules)
 
 
 def _folder(model: str) -> Path:

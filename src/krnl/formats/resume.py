@@ -3,13 +3,15 @@
     checkpoints/step-00000042/state.safetensors   arrays
     checkpoints/step-00000042/state.json          numbers, and the settings of the run
 
-A checkpoint is written under a temporary name, synced and renamed: under its own name it is whole.
+A checkpoint is written under a temporary name, synced and renamed, and renamed again before it is
+removed: under its own name it is whole.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,13 @@ def save(
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.tmp"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        write_safetensors(temporary / "state.safetensors", arrays)
-        write_json_atomic(temporary / "state.json", {"step": step, **numbers})
+        for left in folder.glob(".step-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        # The reference device has float64, which safetensors.py does not write: bits are kept.
+        bits = {name: array.view(np.float32) for name, array in arrays.items()}
+        types = {name: array.dtype.name for name, array in arrays.items()}
+        write_safetensors(temporary / "state.safetensors", bits)
+        write_json_atomic(temporary / "state.json", {"step": step, "types": types, **numbers})
         if final.exists():
             shutil.rmtree(final)
         os.rename(temporary, final)
@@ -54,7 +60,10 @@ def save(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in _checkpoints(folder)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        hidden = folder / f".{old.name}.old"
+        with suppress(OSError):
+            os.rename(old, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
     return final
 
 
@@ -64,11 +73,11 @@ def newest(folder: Path) -> Saved | None:
     if not found:
         return None
     numbers = read_json(found[-1] / "state.json")
-    arrays, _ = read_tensors(found[-1] / "state.safetensors")
-    step = numbers.pop("step", None)
-    if type(step) is not int:
-        raise FormatError(f"{found[-1] / 'state.json'} does not say which step it holds.")
-    return Saved(step, arrays, numbers)
+    bits, _ = read_tensors(found[-1] / "state.safetensors")
+    step, types = numbers.pop("step", None), numbers.pop("types", None)
+    if type(step) is not int or not isinstance(types, dict) or types.keys() != bits.keys():
+        raise FormatError(f"{found[-1] / 'state.json'} does not say what the checkpoint holds.")
+    return Saved(step, {name: array.view(types[name]) for name, array in bits.items()}, numbers)
 
 
 def same_json(a: object, b: object) -> bool:

@@ -31,7 +31,7 @@ def lora_down(x, a, scale):
 
 
 @op(
-    "x[n,c] w*[o,c] u[n,s]? b*[o,r]? bias*[o]:f32? residual[n,o]? live -> y*[n,o]",
+    "x[n,c] w*[o,c] u[n,s]? b*[o,r]? bias*[o]:f32? residual[n,o]? live -> y*[n,o]:any",
     flops=_linear_flops,
 )
 def lora_linear(x, w, u, b, bias, residual):

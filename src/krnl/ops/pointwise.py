@@ -35,7 +35,7 @@ def gather_rows(x, index):
     return np.where(index[:, None] >= 0, x[index], 0.0)
 
 
-@op("x[p] -> y[p]")
+@op("x[p] -> y[p]:any")
 def cast(x):
     """The same values in another element type."""
     return x

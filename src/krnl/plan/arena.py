@@ -162,7 +162,9 @@ def _reserve(
     addresses: dict[Buffer, int] = {}
     for program in programs:
         addresses.update(assign(program, largest_block))
-    total = max((address + buffer.nbytes for buffer, address in addresses.items()), default=0)
+    if not addresses:
+        return
+    total = max(1, *(address + buffer.nbytes for buffer, address in addresses.items()))
     first = len(layout.blocks)
     for start in range(0, total, largest_block):
         layout.blocks.append(Block(kind, min(largest_block, total - start)))
@@ -184,8 +186,7 @@ def assign(lifetimes: Sequence[Lifetime], largest_block: int = 2**62) -> dict[Bu
         if nbytes > largest_block:
             raise PlanError(
                 f"{life.buffer} takes {nbytes:,} bytes; this device allows {largest_block:,} in "
-                "one piece. "
-                "Lower --tokens."
+                "one piece. Lower --tokens."
             )
         alive = np.flatnonzero((first[:i] <= life.last) & (last[:i] >= life.first))
         alive = alive[np.argsort(start[alive], kind="stable")]

@@ -7,7 +7,7 @@ An op is a function in NumPy (its float64 reference) under a signature such as
 Inputs stand left of the arrow, outputs right. Letters are sizes and must agree wherever they recur.
 
     :f32    the element type; without it, an input may be any float and an output has the step's
-            activation type
+            activation type; :any is an output that may be given in any float type
     *       a group, one buffer per projection; letters found only in groups differ from member to
             member
     ?       may be left out; the reference then gets None
@@ -31,6 +31,7 @@ from krnl.dtypes import BY_NAME, DType
 Size = int | tuple[int, ...]
 Dims = Mapping[str, Any]  # letter -> int, or a tuple for a group's letters
 LIVE = "live"
+ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class Parameter:
     name: str
     letters: tuple[str, ...]
     dtype: DType | None
+    any_float: bool = False
     group: bool = False
     optional: bool = False
     updated: bool = False
 
 
 _PARAMETER = re.compile(
-    r"(?P<updated>\+)?(?P<name>\w+)(?P<group>\*)?\[(?P<letters>[\w,]+)\](:(?P<dtype>\w+))?(?P<optional>\?)?"
+    r"(?P<updated>\+)?(?P<name>\w+)(?P<group>\*)?\[(?P<letters>\w+(,\w+)*)\](:(?P<dtype>\w+))?(?P<optional>\?)?"
 )
 
 
@@ -60,7 +62,8 @@ def _parse(text: str) -> Parameter:
     return Parameter(
         match["name"],
         tuple(match["letters"].split(",")),
-        BY_NAME[dtype] if dtype else None,
+        BY_NAME[dtype] if dtype and dtype != ANY else None,
+        any_float=dtype == ANY,
         group=bool(match["group"]),
         optional=bool(match["optional"]),
         updated=bool(match["updated"]),

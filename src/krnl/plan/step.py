@@ -193,7 +193,12 @@ class Step:
                 )
             per_member |= {p for p in parameter.letters if parameter.group and p not in dims}
             self._match(label, parameter, target, dims, per_member)
+            wanted = parameter.dtype or self.activation
             for buffer in members(target):
+                if buffer.dtype is not wanted and not parameter.any_float:
+                    raise PlanError(
+                        f"{label}: '{parameter.name}' is of type {wanted} here, got {buffer}."
+                    )
                 if buffer.root in self.saved:
                     raise PlanError(
                         f"{label} would overwrite {buffer}, which the backward pass still needs."

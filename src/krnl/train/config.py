@@ -142,7 +142,8 @@ def from_yaml(path: Path) -> TrainConfig:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist.") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -151,6 +152,10 @@ def from_yaml(path: Path) -> TrainConfig:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold settings such as 'rank: 16', one a line.")
+    keys = [str(key.value) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{path}: {key} is set twice.")
     return from_dict(content, str(path))
 
 
@@ -188,7 +193,7 @@ def _convert(where: str, value: Any, hint: Any) -> Any:
             )
         return value
     if origin is tuple:
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_convert(where, item, arguments[0]) for item in items)
     if origin is dict:
         if not isinstance(value, dict):

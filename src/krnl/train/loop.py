@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from krnl.data.examples import Examples, build, show
 from krnl.data.packing import Pass, batches, live_share, pack
 from krnl.data.rows import read_rows, split
 from krnl.devices import activation_type, open_backend
-from krnl.errors import ConfigError, TrainingError
+from krnl.errors import ConfigError, FormatError, TrainingError
 from krnl.formats import resume
 from krnl.formats.files import write_json_atomic
 from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
@@ -87,7 +87,7 @@ class Interrupted(Exception):  # noqa: N818 (it is no error)
 def train(config: TrainConfig, console: Console | None = None) -> Result | None:
     """Runs a whole training, or shows rows and returns None. Raises a KrnlError for anything that
     is wrong with settings, data or model, and Interrupted after Ctrl-C."""
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, markup=False)
     config.check()
     model = Model.open(config.model)
     data = load_data(config, model)
@@ -96,7 +96,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
             console.print(show(example, model.tokenizer), end="\n\n")
         return None
     run = Run(config, model, data, console)
-    with _stop_signals() as stop:
+    with closing(run.metrics), _stop_signals() as stop:
         return run.go(stop)
 
 
@@ -187,8 +187,7 @@ class Run:
         self.session = Session(planned, model, modules, self.backend, config.seed)
         self.progress = Progress()
         if saved is not None:
-            self.progress = Progress(**saved.numbers["progress"])
-            self.session.restore(**saved.arrays)
+            self.progress = self._restore(saved)
             console.print(f"going on after update {self.progress.step} of {len(self.order)}")
         self.metrics = Metrics(self.out, self.progress.metrics_position)
 
@@ -252,8 +251,9 @@ class Run:
         display.update(step, loss, lr, tokens / seconds)
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
-        """The update was not applied, so the adapter is still the last good one."""
-        if not (self.out / ADAPTER_CONFIG).exists():
+        """The update was not applied, so the adapter is still the last good one. With validation,
+        the best one so far is what stays."""
+        if not self.data.valid or not (self.out / ADAPTER_CONFIG).exists():
             self._write_adapter()
         raise TrainingError(
             f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The "
@@ -278,13 +278,12 @@ class Run:
     def _save(self) -> None:
         if not self.data.valid:
             self._write_adapter()
-        self.progress.metrics_position = self.metrics.position
+        self.progress.metrics_position = self.metrics.sync()
         numbers = {"progress": asdict(self.progress), "run": self._identity()}
         resume.save(self.out / CHECKPOINTS, self.progress.step, self.session.state(), numbers)
 
     def _finish(self) -> Result:
         p = self.progress
-        self.metrics.close()
         draw(self.out)
         return Result(
             self.out,
@@ -320,19 +319,24 @@ class Run:
     def _claim_folder(self) -> resume.Saved | None:
         """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on
         from."""
-        left = [
-            name for name in (ADAPTER_CONFIG, METRICS, CHECKPOINTS) if (self.out / name).exists()
-        ]
+        outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
+        try:
+            left = [name for name in outputs if (self.out / name).exists()]
+        except OSError as error:
+            raise ConfigError(
+                f"out is {self.out}, which cannot be used: {error.strerror or error}."
+            ) from error
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"out is {self.out}, which is a file; give a folder.")
         if self.config.resume:
             saved = resume.newest(self.out / CHECKPOINTS)
             if saved is None:
                 raise ConfigError(
-                    f"There is no checkpoint in {self.out} to resume from; leave out --resume."
+                    f"There is no checkpoint in {self.out} to resume from; leave out --resume"
+                    + (", and give --overwrite to start again." if left else ".")
                 )
             for key, value in self._identity().items():
-                before = saved.numbers["run"].get(key)
+                before = saved.numbers.get("run", {}).get(key)
                 if not resume.same_json(before, value):
                     raise ConfigError(
                         f"{key} is {value!r}, but the run in {self.out} was started with "
@@ -346,10 +350,26 @@ class Run:
                 "--overwrite to replace "
                 "it, or another --out."
             )
-        for name in (*left, WEIGHTS, PICTURE):
-            path = self.out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        try:
+            for path in (self.out / name for name in left):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            raise FormatError(
+                f"{error.filename} cannot be removed: {error.strerror or error}."
+            ) from error
         return None
+
+    def _restore(self, saved: resume.Saved) -> Progress:
+        """Puts a checkpoint's arrays in place; returns where the run was."""
+        try:
+            progress = Progress(**saved.numbers["progress"])
+            self.session.restore(**saved.arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"The checkpoint of update {saved.step} in {self.out} is not one that this version "
+                f"of KRNL can go on from ({error})."
+            ) from error
+        return progress
 
     def _describe(self, model: Model, modules: Modules) -> None:
         """What the run is going to do, before it does it."""

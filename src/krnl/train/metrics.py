@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,27 @@ class Metrics:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab")  # noqa: SIM115 (open for the whole run)
-            self._file.truncate(position)
-            self._file.seek(position)
+            length = self._file.seek(0, os.SEEK_END)
+            self._file.truncate(min(position, length))
         except OSError as error:
             raise FormatError(
                 f"{self.path} cannot be written: {error.strerror or error}."
             ) from error
+        if length < position:
+            self.close()
+            raise FormatError(
+                f"{self.path} has {length} bytes; the checkpoint to go on from was written when it "
+                f"had {position}. Put it back, or start again with --overwrite."
+            )
 
-    @property
-    def position(self) -> int:
+    def sync(self) -> int:
+        """Makes what was written survive a power cut; returns its length in bytes."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise FormatError(
+                f"{self.path} cannot be written: {error.strerror or error}."
+            ) from error
         return self._file.tell()
 
     def write(self, **values: Any) -> None:
@@ -51,7 +65,9 @@ class Metrics:
             ) from error
 
     def close(self) -> None:
-        self._file.close()
+        """Every line has been flushed; one that a full disk refused is not tried again."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

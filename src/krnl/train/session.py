@@ -1,6 +1,7 @@
 """A training session: programs planned and compiled for a device, passes fed in, sums read out."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from krnl.models.decoder import Decoder
 from krnl.models.training import Recompute, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
+from krnl.plan.buffer import Buffer
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,7 @@ class Session:
 
     def accumulate(self, work: Pass, update: int) -> None:
         """Adds a pass of update number `update` to the sums."""
-        self._feed(work)
-        if self._planned.programs.noise is not None:
-            self._memory.write(self._inputs.document.rows(0, work.live), work.document)
-            self._memory.write(self._inputs.dropout_key, np.array([self._seed, update]))
+        self._feed(work, update)
         self._accumulate.run()
 
     def update(self, hyper: np.ndarray) -> tuple[float, float]:
@@ -101,7 +100,7 @@ class Session:
         loss = self._planned.programs.loss
         total = 0.0
         for work in passes:
-            self._feed(work)
+            self._feed(work, 0)
             self._evaluate.run()
             total += float(self._memory.read(loss)[0])
             self._memory.write(loss, np.zeros(1))
@@ -132,27 +131,30 @@ class Session:
         ):
             self._memory.write(buffer, values)
 
-    def _feed(self, work: Pass) -> None:
+    def _feed(self, work: Pass, update: int) -> None:
         """Writes a pass into the inputs; what lies beyond its live rows is never looked at."""
         i, live, targets = self._inputs, work.live, len(work.target)
         rows = np.arange(live)
         slot = np.full(live, -1)
         slot[work.target_row] = np.arange(targets)
-        for buffer, values in (
+        chunks = np.arange(i.live_chunk.size) * self._chunk
+        values: list[tuple[Buffer, Any]] = [
+            (i.live, [live]),
             (i.tokens, work.tokens),
             (i.position, work.position),
+            (i.document, work.document),
             (i.stop, rows + 1),
             (i.slot, slot),
             (i.target_row, work.target_row),
             (i.target, work.target),
-        ):
-            self._memory.write(buffer.rows(0, len(values)), values)
-        for window, buffer in i.start.items():
-            first = (
-                work.doc_start if window is None else np.maximum(work.doc_start, rows - window + 1)
-            )
-            self._memory.write(buffer.rows(0, live), first)
-        self._memory.write(i.live, np.array([live]))
-        self._memory.write(i.live_targets, np.array([targets]))
-        chunks = np.arange(i.live_chunk.size) * self._chunk
-        self._memory.write(i.live_chunk, np.clip(targets - chunks, 0, self._chunk))
+            (i.live_targets, [targets]),
+            (i.live_chunk, np.clip(targets - chunks, 0, self._chunk)),
+            (i.dropout_key, [self._seed, update]),
+        ]
+        for window, start in i.start.items():
+            reach = 0 if window is None else rows - window + 1
+            values.append((start, np.maximum(work.doc_start, reach)))
+        for buffer, array in values:
+            # An input that no program of this run reads has no place.
+            if buffer in self._planned.accumulate.layout.places:
+                self._memory.write(buffer.rows(0, len(array)), np.asarray(array))

@@ -25,7 +25,9 @@ struct Shape {
   int64_t share() const { return heads / key_heads; }
   int64_t width() const { return round_up(size, W); }
   int64_t block_queries() const { return std::max<int64_t>(1, kBlockRows / share()); }
-  int64_t spans() const { return queries <= block_queries() ? std::max<int64_t>(1, (keys + kSpanKeys - 1) / kSpanKeys) : 1; }
+  int64_t spans() const {
+    return queries <= block_queries() ? std::max<int64_t>(1, (keys + kSpanKeys - 1) / kSpanKeys) : 1;
+  }
 };
 
 // Rows of unfinished output: `width` weighted sums of values each, the largest score and the sum of exponentials.
@@ -54,7 +56,8 @@ inline float largest_score(float* score, const Columns& columns, int64_t first, 
     const Floats hidden = broadcast(-std::copysign(__builtin_inff(), scale));
     for (int64_t j = columns.begin(); j < columns.end(); j += W) {
       const Ints column = lanes() + static_cast<int32_t>(j);
-      const Floats s = select((column >= static_cast<int32_t>(first)) & (column < static_cast<int32_t>(last)), load(score + j), hidden);
+      const Ints seen = (column >= static_cast<int32_t>(first)) & (column < static_cast<int32_t>(last));
+      const Floats s = select(seen, load(score + j), hidden);
       top = max(s * scale, top);
       store(score + j, s);
     }
@@ -74,52 +77,63 @@ Floats exponentials(const float* score, E* p, const Columns& columns, float scal
   return total;
 }
 
-// The pass of `queries` queries, the heads of one key head, over keys [first, last). Scores are in units of log 2.
+// A block of queries, the heads of one key head; keys [first, last) of theirs. Pointers are to the block's own rows and
+// heads. `scale` makes scores of products, in units of log 2.
+template <class T>
+struct Block {
+  const T *q, *k, *v;
+  const int32_t *start, *stop;
+  int64_t queries, first, last;
+  float scale;
+};
+
 template <class Cell, class T>
-void attend(const Shape& shape, const T* q, const T* k, const T* v, const int32_t* start, const int32_t* stop, int64_t queries, int64_t first,
-            int64_t last, float scale, const Partial& out, Scratch& scratch) {
-  const int64_t share = shape.share(), rows = queries * share, width = shape.width(), cells = cells_of<Cell>(shape.size);
-  const int64_t key_stride = shape.key_heads * shape.size;
+void attend(const Shape& shape, const Block<T>& block, const Partial& out, Scratch& scratch) {
+  const int64_t share = shape.share(), rows = block.queries * share, size = shape.size, width = shape.width();
+  const int64_t cells = cells_of<Cell>(size), tile_cells = cells_of<Cell>(kTileKeys), stride = shape.key_heads * size;
   float* left = scratch.take(rows * cells);
   float* keys = scratch.take(cells * kTileKeys);
-  float* values = scratch.take(cells_of<Cell>(kTileKeys) * width);
+  float* values = scratch.take(tile_cells * width);
   float* scores = scratch.take(kStrip * kTileKeys);
-  float* weights = scratch.take(kStrip * cells_of<Cell>(kTileKeys));
+  float* weights = scratch.take(kStrip * tile_cells);
   float* totals = scratch.take(rows * W);  // lane by lane: added up at the end
-  for (int64_t i = 0; i < queries; i++) pack_left<Cell>(q + i * shape.heads * shape.size, shape.size, share, shape.size, left + i * share * cells);
+  for (int64_t i = 0; i < block.queries; i++)
+    pack_left<Cell>(block.q + i * shape.heads * size, size, share, size, left + i * share * cells);
   std::fill(out.sums, out.sums + rows * width, 0.0f);
   std::fill(out.top, out.top + rows, kNoScore);
   std::fill(totals, totals + rows * W, 0.0f);
 
-  for (int64_t key = first; key < last; key += kTileKeys) {
-    const int64_t count = std::min(kTileKeys, last - key);
-    if (!visible(start, stop, queries, key, count).any()) continue;
-    pack_transposed<Cell>(k + key * key_stride, key_stride, count, shape.size, keys, kTileKeys);
-    pack_right<Cell>(v + key * key_stride, key_stride, count, shape.size, values);
-    // Probabilities come in whole vectors: a zero one must not meet values that are not there.
-    const int64_t packed = cells_of<Cell>(count), padded = cells_of<Cell>(round_up(count, W));
-    std::fill(values + packed * width, values + padded * width, 0.0f);
+  for (int64_t key = block.first; key < block.last; key += kTileKeys) {
+    const int64_t count = std::min(kTileKeys, block.last - key);
+    if (!visible(block.start, block.stop, block.queries, key, count).any()) continue;
+    pack_transposed<Cell>(block.k + key * stride, stride, count, size, keys, kTileKeys);
+    pack_right<Cell>(block.v + key * stride, stride, count, size, values);
 
     for (int64_t row = 0; row < rows; row += kStrip) {
-      const int64_t strip = std::min<int64_t>(kStrip, rows - row), query = row / share, last_query = (row + strip - 1) / share;
-      const Columns columns = visible(start + query, stop + query, last_query - query + 1, key, count);
+      const int64_t strip = std::min<int64_t>(kStrip, rows - row);
+      const int64_t query = row / share, queries = (row + strip - 1) / share - query + 1;
+      const Columns columns = visible(block.start + query, block.stop + query, queries, key, count);
       if (!columns.any()) continue;
-      const int64_t begin = columns.begin(), extent = columns.end() - begin, cell = begin / Cell::depth;
-      multiply_strip<Cell>(strip, extent, cells, {left + row * cells, cells, 1}, {keys + begin, kTileKeys}, {scores + begin, kTileKeys}, nullptr);
-      alignas(64) float top[kStripLanes] = {}, above[kStripLanes] = {}, factor[kStripLanes];
+      const int64_t begin = columns.begin(), extent = columns.end() - begin;
+      multiply_strip<Cell>(strip, extent, cells, {left + row * cells, cells, 1}, {keys + begin, kTileKeys},
+                           {scores + begin, kTileKeys});
+
+      alignas(64) float before[kStripLanes] = {}, top[kStripLanes] = {}, factor[kStripLanes];
       for (int64_t i = 0; i < strip; i++) {
-        const int64_t at = (row + i) / share, hidden = std::min<int64_t>(stop[at] - key, count);  // at `count` a span may end
-        top[i] = out.top[row + i];
-        above[i] = std::max(top[i], largest_score(scores + i * kTileKeys, columns, start[at] - key, hidden, scale));
-        out.top[row + i] = above[i];
+        const int64_t at = (row + i) / share, first = block.start[at] - key, last = std::min<int64_t>(block.stop[at] - key, count);
+        before[i] = out.top[row + i];
+        top[i] = std::max(before[i], largest_score(scores + i * kTileKeys, columns, first, last, block.scale));
+        out.top[row + i] = top[i];
       }
-      for (int j = 0; j < kStripLanes; j += W) store(factor + j, exp2(load(top + j) - load(above + j)));
+      for (int j = 0; j < kStripLanes; j += W) store(factor + j, exp2(load(before + j) - load(top + j)));
       for (int64_t i = 0; i < strip; i++) {
-        Element<Cell>* p = elements<Cell>(weights + i * cells_of<Cell>(kTileKeys));
         float* total = totals + (row + i) * W;
-        store(total, load(total) * factor[i] + exponentials(scores + i * kTileKeys, p, columns, scale, above[i]));
+        Element<Cell>* p = elements<Cell>(weights + i * tile_cells);
+        store(total, load(total) * factor[i] + exponentials(scores + i * kTileKeys, p, columns, block.scale, top[i]));
       }
-      multiply_strip<Cell>(strip, width, extent / Cell::depth, {weights + cell, cells_of<Cell>(kTileKeys), 1}, {values + cell * width, width},
+
+      const int64_t cell = columns.first / Cell::depth, weight_cells = cells_of<Cell>(columns.last) - cell;
+      multiply_strip<Cell>(strip, width, weight_cells, {weights + cell, tile_cells, 1}, {values + cell * width, width},
                            {out.sums + row * width, width}, factor);
     }
   }
@@ -146,56 +160,68 @@ void combine(const Shape& shape, const Partial& part, T* o, float* lse) {
         const float factor = exp2(broadcast(part.top[s * rows + row] - top))[0];
         total += factor * part.total[s * rows + row];
         const float* from = part.sums + (s * rows + row) * width;
-        for (int64_t j = 0; j < width; j += W) store(sums + j, load(from + j) * factor + (s > 0 ? load(sums + j) : Floats{}));
+        for (int64_t j = 0; j < width; j += W)
+          store(sums + j, load(from + j) * factor + (s > 0 ? load(sums + j) : Floats{}));
       }
       finish_row(sums, top, total, shape.size, o + row * shape.size, lse + row);
     }
   });
 }
 
-void attention(const Dispatch& d) {
-  const Argument &q = d[0], &k = d[1], &v = d[2], &o = d[6], &lse = d[7];
-  const Shape shape = {q.shape[0], d.live(5), k.shape[0], q.shape[1], k.shape[1], q.shape[2]};
-  const float scale = static_cast<float>(d.attributes[0] * kLog2e);
+template <class Cell, class T>
+void attention_of(const Dispatch& d, const Shape& shape) {
   const int64_t block = shape.block_queries(), blocks = (shape.live + block - 1) / block, spans = shape.spans();
-  const int64_t share = shape.share(), width = shape.width(), all_rows = shape.live * shape.heads;
+  const int64_t share = shape.share(), size = shape.size, width = shape.width(), all_rows = shape.live * shape.heads;
+  T* const o = d[6].as<T>();
+  float* const lse = d[7].as<float>();
   Partial parts = {};
   if (spans > 1) {
     parts.sums = workspace<float>(d, spans * all_rows * (width + 2), "attention");
     parts.top = parts.sums + spans * all_rows * width;
     parts.total = parts.top + spans * all_rows;
   }
-  with_cells(q.type, [&](auto zero, auto cell) {
-    using T = decltype(zero);
-    using Cell = decltype(cell);
+  parallel_for(spans * blocks * shape.key_heads, [&](int64_t piece, int thread) {
+    const int64_t head = piece % shape.key_heads, span = piece / shape.key_heads % spans;
     // Later blocks first: with causal attention they see more, and the small ones even out the end.
-    parallel_for(spans * blocks * shape.key_heads, [&](int64_t piece, int thread) {
-      const int64_t head = piece % shape.key_heads, span = piece / shape.key_heads % spans;
-      const int64_t query = (blocks - 1 - piece / shape.key_heads / spans) * block, queries = std::min(block, shape.live - query);
-      const int32_t *start = d[3].as<int32_t>() + query, *stop = d[4].as<int32_t>() + query;
-      int64_t first = *std::min_element(start, start + queries), last = *std::max_element(stop, stop + queries);
-      if (spans > 1) {
-        first = std::max(first, span * kSpanKeys);
-        last = std::min(last, (span + 1) * kSpanKeys);
+    const int64_t query = (blocks - 1 - piece / shape.key_heads / spans) * block;
+    Block<T> b;
+    b.q = d[0].as<T>() + (query * shape.heads + head * share) * size;
+    b.k = d[1].as<T>() + head * size;
+    b.v = d[2].as<T>() + head * size;
+    b.start = d[3].as<int32_t>() + query;
+    b.stop = d[4].as<int32_t>() + query;
+    b.queries = std::min(block, shape.live - query);
+    b.first = *std::min_element(b.start, b.start + b.queries);
+    b.last = *std::max_element(b.stop, b.stop + b.queries);
+    if (spans > 1) {
+      b.first = std::max(b.first, span * kSpanKeys);
+      b.last = std::min(b.last, (span + 1) * kSpanKeys);
+    }
+    b.scale = static_cast<float>(d.attributes[0] * kLog2e);
+
+    Scratch scratch(thread, "attention");
+    const int64_t rows = b.queries * share;
+    const Partial part = {scratch.take(rows * width), scratch.take(rows), scratch.take(rows)};
+    attend<Cell>(shape, b, part, scratch);
+    for (int64_t row = 0; row < rows; row++) {
+      const float* sums = part.sums + row * width;
+      const int64_t at = (query + row / share) * shape.heads + head * share + row % share, to = span * all_rows + at;
+      if (spans == 1) {
+        finish_row(sums, part.top[row], part.total[row], size, o + at * size, lse + at);
+      } else {
+        std::copy_n(sums, width, parts.sums + to * width);
+        parts.top[to] = part.top[row];
+        parts.total[to] = part.total[row];
       }
-      Scratch scratch(thread, "attention");
-      const int64_t rows = queries * share;
-      const Partial part = {scratch.take(rows * width), scratch.take(rows), scratch.take(rows)};
-      attend<Cell>(shape, q.as<T>() + (query * shape.heads + head * share) * shape.size, k.as<T>() + head * shape.size,
-                   v.as<T>() + head * shape.size, start, stop, queries, first, last, scale, part, scratch);
-      for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = (query + row / share) * shape.heads + head * share + row % share, to = span * all_rows + at;
-        if (spans == 1) {
-          finish_row(part.sums + row * width, part.top[row], part.total[row], shape.size, o.as<T>() + at * shape.size, lse.as<float>() + at);
-        } else {
-          std::copy_n(part.sums + row * width, width, parts.sums + to * width);
-          parts.top[to] = part.top[row];
-          parts.total[to] = part.total[row];
-        }
-      }
-    });
-    if (spans > 1) combine(shape, parts, o.as<T>(), lse.as<float>());
+    }
   });
+  if (spans > 1) combine(shape, parts, o, lse);
+}
+
+void attention(const Dispatch& d) {
+  const Argument &q = d[0], &k = d[1];
+  const Shape shape = {q.shape[0], d.live(5), k.shape[0], q.shape[1], k.shape[1], q.shape[2]};
+  with_cells(q.type, [&](auto zero, auto cell) { attention_of<decltype(cell), decltype(zero)>(d, shape); });
 }
 
 void cache_write(const Dispatch& d) {

@@ -41,7 +41,7 @@ struct Sums {
   int64_t step;
 };
 
-template <class Cell, int rows, int vectors>
+template <class Cell, bool add, int rows, int vectors>
 KRNL_INLINE void multiply_block(const Left& a, const Right& b, int64_t k, const Sums& c, const float* factor) {
   Floats sum[rows][vectors];
   KRNL_UNROLL
@@ -49,7 +49,7 @@ KRNL_INLINE void multiply_block(const Left& a, const Right& b, int64_t k, const 
     KRNL_UNROLL
     for (int j = 0; j < vectors; j++) {
       sum[i][j] = Floats{};
-      if (factor) __builtin_prefetch(c.cells + i * c.step + j * W);  // arrives while the products are formed
+      if (add) __builtin_prefetch(c.cells + i * c.step + j * W);  // arrives while the products are formed
     }
   const float *left = a.cells, *right = b.cells;
   for (; k > 0; k--, left += a.step, right += b.step) {
@@ -70,17 +70,17 @@ KRNL_INLINE void multiply_block(const Left& a, const Right& b, int64_t k, const 
     KRNL_UNROLL
     for (int j = 0; j < vectors; j++) {
       float* to = c.cells + i * c.step + j * W;
-      store(to, factor ? load(to) * factor[i] + sum[i][j] : sum[i][j]);
+      store(to, add ? load(to) * factor[i] + sum[i][j] : sum[i][j]);
     }
 }
 
-// c = factor ∘ c + a b on up to kStrip rows, or c = a b where `factor` (one per row) is null. Columns: whole vectors.
-template <class Cell, int most = kStrip>
-void multiply_strip(int64_t rows, int64_t columns, int64_t k, Left a, Right b, Sums c, const float* factor) {
+// Inlined, because most of the steps are constants where it is called.
+template <class Cell, bool add, int most>
+KRNL_INLINE void multiply_rows(int64_t rows, int64_t columns, int64_t k, Left a, Right b, Sums c, const float* factor) {
   if constexpr (most > 1)
-    if (rows < most) return multiply_strip<Cell, most - 1>(rows, columns, k, a, b, c, factor);
+    if (rows < most) return multiply_rows<Cell, add, most - 1>(rows, columns, k, a, b, c, factor);
   auto advance = [&](auto vectors) {
-    multiply_block<Cell, most, decltype(vectors)::value>(a, b, k, c, factor);
+    multiply_block<Cell, add, most, decltype(vectors)::value>(a, b, k, c, factor);
     b.cells += vectors * W;
     c.cells += vectors * W;
     columns -= vectors * W;
@@ -88,6 +88,18 @@ void multiply_strip(int64_t rows, int64_t columns, int64_t k, Left a, Right b, S
   while (columns >= kStripVectors * W) advance(std::integral_constant<int, kStripVectors>{});
   while (columns >= 2 * W) advance(std::integral_constant<int, 2>{});
   if (columns > 0) advance(std::integral_constant<int, 1>{});
+}
+
+// c = a b on up to kStrip rows and whole vectors of columns.
+template <class Cell>
+KRNL_INLINE void multiply_strip(int64_t rows, int64_t columns, int64_t k, const Left& a, const Right& b, const Sums& c) {
+  multiply_rows<Cell, false, kStrip>(rows, columns, k, a, b, c, nullptr);
+}
+// c = factor ∘ c + a b, with a factor for each row.
+template <class Cell>
+KRNL_INLINE void multiply_strip(int64_t rows, int64_t columns, int64_t k, const Left& a, const Right& b, const Sums& c,
+                                const float* factor) {
+  multiply_rows<Cell, true, kStrip>(rows, columns, k, a, b, c, factor);
 }
 
 // Rows of a matrix as a left operand: `size` values each, to rows of cells_of(size) cells.
@@ -119,7 +131,8 @@ void pack_right(const T* from, int64_t stride, int64_t rows, int64_t size, float
 // Hands out a thread's scratch memory.
 class Scratch {
  public:
-  Scratch(int thread, const char* kernel) : next_(static_cast<char*>(thread_scratch(thread))), left_(kThreadScratch), kernel_(kernel) {}
+  Scratch(int thread, const char* kernel)
+      : next_(static_cast<char*>(thread_scratch(thread))), left_(kThreadScratch), kernel_(kernel) {}
 
   float* take(int64_t count) {
     const int64_t bytes = round_up(count * int64_t{sizeof(float)}, 64);
@@ -139,8 +152,7 @@ class Scratch {
   const char* kernel_;
 };
 
-// The visible columns [first, last) of a tile that begins at some key, and the part of them that is to be computed:
-// whole vectors of `begin` .. `end`.
+// The columns [first, last) of a tile that some row of a strip sees. Scores are computed in whole vectors, [begin, end).
 struct Columns {
   int64_t first, last;
 

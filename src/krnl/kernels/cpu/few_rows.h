@@ -15,7 +15,8 @@ bool is_few(const Product<parts>& product) {
   return product.rows <= kFewRows && product.sums[0].terms[0].b.along && bytes <= kThreadScratch;
 }
 
-// sum[r][i] += vectors of products of x's row r and column i, for W columns along k.
+// Adds to sum[r][i] the products of x's row r and the i-th of W columns, W cells at a time: the total is the sum over
+// the vector. A column that is missing stands for the last one, and its results are dropped.
 template <class Cell, int rows, class T>
 void multiply_columns(const char* const* x, const T* w, int64_t stride, int64_t columns, int64_t k, Floats (*sum)[W]) {
   constexpr int group = W < 8 ? W : 8, whole = W * Cell::depth;
@@ -49,23 +50,23 @@ void multiply_columns(const char* const* x, const T* w, int64_t stride, int64_t 
 }
 
 // Pieces that a product is cut into: more than threads, since memory may serve one of them better than another.
-inline int64_t few_rows_pieces(int64_t columns, int64_t threads) { return std::min((columns + W - 1) / W, threads == 1 ? 1 : 4 * threads); }
+inline int64_t few_rows_pieces(int64_t columns, int64_t threads) { return std::min(ceil_div(columns, W), threads == 1 ? 1 : 4 * threads); }
 
 // Piece `index` of a product whose weights all lie along k: W columns of them at a time meet all rows, two by two.
-template <class Cell, class T, int parts, class Epilogue>
+template <class T, int parts, class Epilogue>
 void multiply_few_rows(const Product<parts>& product, int64_t index, int64_t pieces, float* scratch, const Epilogue& epilogue) {
+  using Cell = CellOf<T>;
   const int64_t rows = product.rows;
   const char* x[parts][kTerms][kFewRows + MR];
   for (int p = 0; p < parts; p++)
     for (int t = 0; t < product.sums[p].count; t++)
       for (int64_t row = 0; row < rows; row += MR) {
         const Term& term = product.sums[p].terms[t];
-        const Strip strip = strip_of<Cell, T>(term.a, 0, term.k, row, rows, scratch);
+        const Strip strip = strip_of<T>(term.a, 0, term.k, row, rows, scratch);
         std::copy_n(strip.rows, MR, x[p][t] + row);
       }
-  const int64_t vectors = (product.columns + W - 1) / W;
-  const int64_t end = std::min(W * (vectors * (index + 1) / pieces), product.columns);
-  for (int64_t column = W * (vectors * index / pieces); column < end; column += W) {
+  const int64_t vectors = ceil_div(product.columns, W), end = std::min(W * share(vectors, pieces, index + 1), product.columns);
+  for (int64_t column = W * share(vectors, pieces, index); column < end; column += W) {
     const int64_t columns = std::min<int64_t>(W, product.columns - column);
     for (int64_t row = 0; row < rows; row += 2) {
       const int count = row + 1 < rows ? 2 : 1;

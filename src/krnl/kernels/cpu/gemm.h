@@ -1,12 +1,16 @@
+// Matrix products for the layers in linear.cpp: sums of products whose K loop runs on from one term to the next, with
+// whatever follows (bias, residual, SwiGLU, ...) done to a tile while it is in the nearest cache.
+//
+// C is cut into tiles of MR rows (a strip) and up to NR columns (a panel), which stay in registers. A thread packs the
+// weights of a few panels into its own memory, as much of K as its cache holds, and passes over the strips with them:
+// weights are read once from where they lie, and the left-hand operand needs no packing, since one value of it at a time
+// is broadcast. (Goto and van de Geijn 2008, without their copy of A.) The order in which an element of C is added up
+// depends on the sizes alone, so results do not depend on the number of threads.
 #pragma once
 #include "few_rows.h"
 #include "tile.h"
 
 namespace krnl {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Where share `i` of `parts` nearly equal shares of `total` begins.
-inline int64_t share(int64_t total, int64_t parts, int64_t i) { return total * i / parts; }
 
 // How a product is cut. The vectors of its columns are dealt out evenly to panels; a piece of work is the tiles of some
 // panels (a column block) and some strips (a row block), for which K goes by in chunks.
@@ -36,7 +40,8 @@ Blocking choose_blocking(const Product<parts>& product, int64_t threads) {
     if (together > 2 && ceil_div(cells, b.chunks) * together > room) continue;
     const int64_t column_blocks = ceil_div(b.panels, together);
     const int64_t most_strips = b.chunks == 1 ? b.strips : kTileBytes / (int64_t{sizeof(float)} * kTile * together * parts);
-    const int64_t fewest = ceil_div(b.strips, most_strips), most = std::max(fewest, std::min(b.strips, ceil_div(2 * threads, column_blocks)));
+    const int64_t fewest = ceil_div(b.strips, most_strips);
+    const int64_t most = std::max(fewest, std::min(b.strips, ceil_div(2 * threads, column_blocks)));
     for (int64_t row_blocks = fewest; row_blocks <= most; row_blocks++) {
       const double strips = static_cast<double>(ceil_div(b.strips, row_blocks)), panels = static_cast<double>(together);
       const double piece = strips * (panels + 0.05) + 2 * panels + short_stretches;
@@ -52,8 +57,10 @@ Blocking choose_blocking(const Product<parts>& product, int64_t threads) {
 
 // One piece of work. Scratch holds the tiles (of all strips, if they must wait for more chunks), the packed panels, and
 // copies of rows that are not made of cells.
-template <class Cell, class T, int parts>
+template <class T, int parts>
 class Block {
+  using Cell = CellOf<T>;
+
  public:
   Block(const Product<parts>& product, const Blocking& blocking, int64_t index, float* scratch)
       : product_(product), chunks_(blocking.chunks) {
@@ -128,7 +135,7 @@ class Block {
       float* copy = copies_;
       for (int r = 0; r < range_count_[p]; r++) {
         const Range& range = ranges_[p][r];
-        strips[r] = strip_of<Cell, T>(range.term->a, range.first, range.k, row, product_.rows, copy);
+        strips[r] = strip_of<T>(range.term->a, range.first, range.k, row, product_.rows, copy);
       }
       for (int q = 0; q < panels_; q++) {
         const int vectors = static_cast<int>((begin_[q + 1] - begin_[q]) / W);
@@ -154,10 +161,11 @@ class Block {
   Range ranges_[parts][kTerms];
 };
 
-// For each of `members` products, its elements to epilogue(member, i, j, n, vectors...). T is the type of rows that are
-// not made of cells.
-template <class Cell, class T, int parts, class Epilogue>
+// Computes `members` products of activations of type T, and hands each element over: epilogue(member, i, j, n, vectors...)
+// gets the n <= W elements from (i, j) on, one vector for each part.
+template <class T, int parts, class Epilogue>
 void multiply(const Product<parts>* products, int members, const Epilogue& epilogue) {
+  using Cell = CellOf<T>;
   int64_t elements = 0;
   for (int m = 0; m < members; m++) elements += products[m].rows * products[m].columns;
   if (elements == 0) return;
@@ -177,8 +185,8 @@ void multiply(const Product<parts>* products, int members, const Epilogue& epilo
     while (index >= pieces[m]) index -= pieces[m++];
     float* scratch = static_cast<float*>(thread_scratch(thread));
     auto finish = [&](auto... values) { epilogue(m, values...); };
-    if (few[m]) multiply_few_rows<Cell, T>(products[m], index, pieces[m], scratch, finish);
-    else Block<Cell, T, parts>(products[m], blocking[m], index, scratch).run(finish);
+    if (few[m]) multiply_few_rows<T>(products[m], index, pieces[m], scratch, finish);
+    else Block<T, parts>(products[m], blocking[m], index, scratch).run(finish);
   });
 }
 

@@ -29,13 +29,13 @@ void down(const Dispatch& d) {
   const float* scale = d[2].as<float>();
   Product<1> product = {{}, d.live(3), a.shape[0]};
   product.sums[0].add(times_transposed(x.as<T>(), x.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
     store_some(u.as<T>() + i * u.shape[1] + j, sum * load_some(scale + j, n), n);
   });
 }
 
-template <class T>
-void linear(const Dispatch& d) {
+template <class T, class Out>
+void linear_into(const Dispatch& d) {
   const int group = d.group;
   const Argument &x = d[0], *w = &d[1], &u = d[1 + group], *b = &d[2 + group], *bias = b + group, &residual = *(bias + group);
   const Argument* y = &residual + 2;
@@ -50,12 +50,19 @@ void linear(const Dispatch& d) {
       u_column += b[m].shape[1];
     }
   }
-  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
     const int64_t at = i * products[m].columns + j;
     if (bias[m]) sum += load_some(bias[m].as<float>() + j, n);
     if (residual) sum += load_some(residual.as<T>() + at, n);
-    store_some(y[m].as<T>() + at, sum, n);
+    store_some(y[m].as<Out>() + at, sum, n);
   });
+}
+
+// The outputs may be floats whatever x is: logits are.
+template <class T>
+void linear(const Dispatch& d) {
+  if (d[d.argument_count - 1].type == Type::f32) linear_into<T, float>(d);
+  else linear_into<T, T>(d);
 }
 
 template <class T>
@@ -69,7 +76,7 @@ void swiglu(const Dispatch& d) {
     product.sums[m].add(times_transposed(u.as<T>() + u_column, u.shape[1], b[m]));
     u_column += b[m].shape[1];
   }
-  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats g, Floats h) {
+  multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats g, Floats h) {
     const int64_t at = i * product.columns + j;
     store_some(gate.as<T>() + at, g, n);
     store_some(up.as<T>() + at, h, n);
@@ -91,7 +98,7 @@ void up_backward(const Dispatch& d) {
     products[m].sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], b[m]));
     s += b[m].shape[1];
   }
-  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<T>(products, group, [&](int m, int64_t i, int64_t j, int64_t n, Floats sum) {
     j += v_column[m];
     store_some(v.as<T>() + i * s + j, sum * load_some(scale + j, n), n);
   });
@@ -104,7 +111,7 @@ void linear_backward(const Dispatch& d) {
   Product<1> product = {{}, d.live(2 * group + 2), dx.shape[1]};
   for (int m = 0; m < group; m++) product.sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], w[m]));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
+  multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
     store_some(dx.as<T>() + i * product.columns + j, sum, n);
   });
 }
@@ -115,7 +122,7 @@ void swiglu_backward(const Dispatch& d) {
   Product<1> product = {{}, d.live(6), w.shape[1]};
   product.sums[0].add(times(dy.as<T>(), dy.shape[1], w));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
-  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats dact) {
+  multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats dact) {
     const int64_t at = i * product.columns + j;
     __builtin_prefetch(gate.as<T>() + at + MR * product.columns);  // for the next strip
     __builtin_prefetch(up.as<T>() + at + MR * product.columns);
@@ -149,7 +156,7 @@ void a_grad(const Dispatch& d) {
   if (n == 0) return;
   Product<1> product = {{}, s, c};
   product.sums[0].add({transposed(d, v.as<T>(), n, s, "lora_a_grad"), {x.data, x.type, c, false}, n});
-  multiply<CellOf<T>, T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t count, Floats sum) {
+  multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t count, Floats sum) {
     float* to = da.as<float>() + i * c + j;
     store_some(to, load_some(to, count) + sum, count);
   });
@@ -170,7 +177,7 @@ void b_grad(const Dispatch& d) {
     products[m].sums[0].add({rows, {dy[m].data, dy[m].type, dy[m].shape[1], false}, n});
     rows.data += products[m].rows * rows.row;
   }
-  multiply<CellOf<T>, T>(products, group, [&](int m, int64_t i, int64_t j, int64_t count, Floats sum) {
+  multiply<T>(products, group, [&](int m, int64_t i, int64_t j, int64_t count, Floats sum) {
     alignas(64) float values[W];
     store(values, sum);
     float* to = db[m].as<float>() + j * products[m].rows + i;

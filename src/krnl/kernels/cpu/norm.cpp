@@ -33,7 +33,9 @@ void norm_rows_backward(const T* dy, const T* x, const float* w, const float* rs
       const T *dyi = dy + i * width, *xi = x + i * width, *ri = residual + (residual ? i * width : 0);
       T* dxi = dx + i * width;
       Floats products = {};
-      for_vectors(width, [&](int64_t j, int64_t n) { products += load_some(dyi + j, n) * load_some(w + j, n) * load_some(xi + j, n); });
+      for_vectors(width, [&](int64_t j, int64_t n) {
+        products += load_some(dyi + j, n) * load_some(w + j, n) * load_some(xi + j, n);
+      });
       const float r = rstd[i];
       const float slope = static_cast<float>(double(r) * r * r * sum(products) / static_cast<double>(width));
       for_vectors(width, [&](int64_t j, int64_t n) {
@@ -55,26 +57,29 @@ void rms_norm(const Dispatch& d) {
 
 void head_norm(const Dispatch& d) {
   const Argument &x = d[0], &w = d[1], &y = d[3], &rstd = d[4];
+  const int64_t rows = d.live(2) * x.shape[1], width = x.shape[2];
   with_activation(x.type, [&](auto zero) {
     using T = decltype(zero);
-    norm_rows(x.as<T>(), w.as<float>(), y.as<T>(), rstd.as<float>(), d.live(2) * x.shape[1], x.shape[2], d.attributes[0]);
+    norm_rows(x.as<T>(), w.as<float>(), y.as<T>(), rstd.as<float>(), rows, width, d.attributes[0]);
   });
 }
 
 void rms_norm_backward(const Dispatch& d) {
   const Argument &dy = d[0], &x = d[1], &w = d[2], &rstd = d[3], &residual = d[4], &dx = d[6];
+  const int64_t rows = d.live(5), width = x.shape[1];
   with_activation(x.type, [&](auto zero) {
     using T = decltype(zero);
-    norm_rows_backward(dy.as<T>(), x.as<T>(), w.as<float>(), rstd.as<float>(), residual.as<T>(), dx.as<T>(), d.live(5), x.shape[1]);
+    norm_rows_backward(dy.as<T>(), x.as<T>(), w.as<float>(), rstd.as<float>(), residual.as<T>(), dx.as<T>(), rows, width);
   });
 }
 
 void head_norm_backward(const Dispatch& d) {
   const Argument &dy = d[0], &x = d[1], &w = d[2], &rstd = d[3], &dx = d[5];
+  const int64_t rows = d.live(4) * x.shape[1], width = x.shape[2];
   with_activation(x.type, [&](auto zero) {
     using T = decltype(zero);
     const T* residual = nullptr;
-    norm_rows_backward(dy.as<T>(), x.as<T>(), w.as<float>(), rstd.as<float>(), residual, dx.as<T>(), d.live(4) * x.shape[1], x.shape[2]);
+    norm_rows_backward(dy.as<T>(), x.as<T>(), w.as<float>(), rstd.as<float>(), residual, dx.as<T>(), rows, width);
   });
 }
 

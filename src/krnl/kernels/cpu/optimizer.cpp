@@ -45,8 +45,8 @@ struct Factors {
 };
 
 // A plain loop over pointers that do not overlap: the compiler makes vectors of it, square roots included.
-void update(int64_t count, const float* __restrict grad, float* __restrict param, float* __restrict first, float* __restrict second, const Factors& given) {
-  const Factors f = given;
+void update(int64_t count, const float* __restrict grad, float* __restrict param, float* __restrict first,
+            float* __restrict second, const Factors f) {
   for (int64_t i = 0; i < count; i++) {
     const float g = grad[i] * f.gradient;
     first[i] = f.beta1 * first[i] + f.rest1 * g;
@@ -71,7 +71,8 @@ void adamw(const Dispatch& d) {
   f.keep = static_cast<float>(1 - double(h.lr) * h.weight_decay);
   f.rate = static_cast<float>(double(h.lr) / h.correction1);
   for_rows(d[0].shape[0], 1, [&](int64_t begin, int64_t end) {
-    update(end - begin, d[0].as<float>() + begin, d[3].as<float>() + begin, d[4].as<float>() + begin, d[5].as<float>() + begin, f);
+    auto from = [&](int argument) { return d[argument].as<float>() + begin; };
+    update(end - begin, from(0), from(3), from(4), from(5), f);
   });
 }
 

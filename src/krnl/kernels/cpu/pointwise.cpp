@@ -40,7 +40,8 @@ void cast(const Dispatch& d) {
 }
 
 void zero(const Dispatch& d) {
-  for_rows(d[0].shape[0], 1, [&](int64_t first, int64_t last) { std::memset(d[0].as<float>() + first, 0, (last - first) * sizeof(float)); });
+  float* x = d[0].as<float>();
+  for_rows(d[0].shape[0], 1, [&](int64_t first, int64_t last) { std::fill(x + first, x + last, 0.0f); });
 }
 
 void swiglu(const Dispatch& d) {

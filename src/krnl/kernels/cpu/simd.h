@@ -38,6 +38,7 @@ inline Ints lanes() {
   return v;
 }
 inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
+// The larger one; b where either is not a number.
 inline Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); 
@@ -175,9 +176,10 @@ inline Floats exp(Floats x) {
   return select(x != x, x, y);
 }
 
-// 2^x within 3 ulp for x in [-126, 127]; 0 below, minus infinity included. For the inner loops of softmax: no other x.
+// 2^x within 3 ulp for x in [-126, 127]; 0 below, minus infinity included; NaN stays NaN. For the inner loops of softmax:
+// no other x.
 inline Floats exp2(Floats x) {
-  Floats t = max(x, broadcast(-127.0f));
+  Floats t = max(broadcast(-127.0f), x);
   const Floats magic = broadcast(12582912.0f + 127.0f);  // as above, with the exponent's bias in the low bits
   Floats shifted = t + magic;
   Floats r = t - (shifted - magic);

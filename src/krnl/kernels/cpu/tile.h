@@ -1,11 +1,4 @@
-// Matrix products for the layers in linear.cpp: sums of products whose K loop runs on from one term to the next, with
-// whatever follows (bias, residual, SwiGLU, ...) done to a tile while it is in the nearest cache.
-//
-// C is cut into tiles of MR rows (a strip) and up to NR columns (a panel), which stay in registers. A thread packs the
-// weights of a few panels into its own memory, as much of K as its cache holds, and passes over the strips with them:
-// weights are read once from where they lie, and the left-hand operand needs no packing, since one value of it at a time
-// is broadcast. (Goto and van de Geijn 2008, without their copy of A.) The order in which an element of C is added up
-// depends on the sizes alone, so results do not depend on the number of threads.
+// The inner loop of a matrix product, and the description of products that it works on: sums of terms op(A) op(B).
 #pragma once
 #include "pack.h"
 #include "rows.h"
@@ -32,6 +25,10 @@ constexpr int kPanels = kMaxLanes / kTileVectors;  // packed at once
 constexpr int64_t kTileBytes = 1 << 20;            // of unfinished tiles, while K goes by in chunks
 constexpr int kMembers = 8;                        // of a group
 constexpr int kTerms = kMembers + 1;               // of a sum
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Where share `i` of `parts` nearly equal shares of `total` begins.
+inline int64_t share(int64_t total, int64_t parts, int64_t i) { return total * i / parts; }
 
 // One term op(A) op(B).
 struct Term {
@@ -70,8 +67,9 @@ struct Strip {
 
 // The rows [row, row + MR) of `rows`, values [first, first + k), as a strip. Rows that are not made of cells are copied
 // to `copy`, which moves on.
-template <class Cell, class T>
+template <class T>
 Strip strip_of(const Rows& a, int64_t first, int64_t k, int64_t row, int64_t rows, float*& copy) {
+  using Cell = CellOf<T>;
   Strip strip = {{}, a.ready ? a.cell : int64_t{sizeof(float)}, cells_of<Cell>(k)};
   for (int i = 0; i < MR; i++) {
     const char* from = a.data + std::min(row + i, rows - 1) * a.row + first / Cell::depth * a.cell;
