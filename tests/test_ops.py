@@ -57,9 +57,9 @@ class Bench:
         self.attributes = case.attributes(draw)
         self.absent = case.absent(draw, self.dims)
         self.weight = draw(st.sampled_from([BF16, F32, F16]))
-        self.target = (
-            draw(st.sampled_from([BF16, F32, F16])) if case.op.name == "cast" else activation
-        )
+        others = [BF16, F32, F16] if case.op.name == "cast" else [activation, F32]
+        free = any(p.any_float for p in case.op.outputs)
+        self.target = draw(st.sampled_from(others)) if free else activation
         n = self.dims.get("n", 0)
         self.live = (
             draw(st.sampled_from(sorted({0, 1, n // 2, max(n - 1, 0), n})))

@@ -47,6 +47,12 @@ def _norm_partials(call: Call) -> int:
     return 8 * _pieces(_dims(call, "p")[0], NORM_BLOCK)
 
 
+def _same_or_float(call: Call) -> bool:
+    """Whether the outputs have the type of the first input, or are floats."""
+    x = next(iter(call.reads()))
+    return all(y.dtype in (x.dtype, F32) for y in call.writes())
+
+
 def _transposed_cells(narrow: int) -> Callable[[Call], int]:
     """Input number `narrow`, [n,s], as transposed cells of 32 bits; floats are used where they
     lie."""
@@ -67,6 +73,7 @@ TABLE = Table(
         Row("cross_entropy", workspace=_row_losses, why="each row's loss, summed in order"),
         Row("cross_entropy_loss", workspace=_row_losses, why="each row's loss, summed in order"),
         Row("gradient_norm", workspace=_norm_partials, why="sums of fixed blocks, added in order"),
+        Row("lora_linear", when=_same_or_float, why="the only kernel"),
         Row(
             "lora_a_grad",
             workspace=_transposed_cells(0),
@@ -90,7 +97,6 @@ TABLE = Table(
                 "head_norm",
                 "head_norm_backward",
                 "lora_down",
-                "lora_linear",
                 "lora_linear_backward",
                 "lora_swiglu",
                 "lora_swiglu_backward",
