@@ -24,7 +24,8 @@ Dims = dict[str, Any]
 # Sizes around every tile edge in use, and small ones.
 SIZES = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 97, 130]
 size = st.sampled_from(SIZES)
-small = st.sampled_from([1, 2, 3, 4, 8, 15, 16, 17, 33])
+# Sums long enough that kernels cut them into chunks.
+deep = st.sampled_from([*SIZES, 2900, 5600, 9001])
 rank = st.sampled_from([0, 1, 3, 4, 8, 16, 17])
 
 
@@ -69,7 +70,13 @@ def draw_group(draw: Any, letters: str) -> dict[str, Any]:
 
 
 def linear_dims(draw: Any) -> Dims:
+    dims = {"n": draw(size), "c": draw(deep), **draw_group(draw, "or")}
+    return {**dims, "s": sum(dims["r"])}
+
+
+def linear_backward_dims(draw: Any) -> Dims:
     dims = {"n": draw(size), "c": draw(size), **draw_group(draw, "or")}
+    dims["o"] = (draw(deep), *dims["o"][1:])
     return {**dims, "s": sum(dims["r"])}
 
 
@@ -102,17 +109,22 @@ def heads_dims(draw: Any) -> Dims:
     }
 
 
-def attention_dims(draw: Any) -> Dims:
+def heads_of_attention(draw: Any) -> Dims:
     g = draw(st.integers(1, 3))
-    n = draw(size)
     d = draw(st.sampled_from([2, 6, 16, 40, 64, 96, 128]))
-    return {
-        "n": n,
-        "m": n + draw(st.integers(0, 200)),
-        "h": g * draw(st.integers(1, 3)),
-        "g": g,
-        "d": d,
-    }
+    return {"h": g * draw(st.integers(1, 3)), "g": g, "d": d}
+
+
+def attention_dims(draw: Any) -> Dims:
+    """Training, where queries are keys, and generation: a few queries behind a long cache."""
+    n = draw(st.sampled_from([*SIZES, 1, 2, 3, 330]))
+    beyond = draw(st.sampled_from([0, 5, 190, 700, 1500]))
+    return {"n": n, "m": n + beyond, **heads_of_attention(draw)}
+
+
+def attention_backward_dims(draw: Any) -> Dims:
+    n = draw(st.sampled_from([*SIZES, 200, 420]))
+    return {"n": n, **heads_of_attention(draw)}
 
 
 def key_ranges(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays:
@@ -276,10 +288,10 @@ CASES = [
         absent=without_adapter("u", "b_gate", "b_up"),
         terms=lambda d: d["c"] + d["s"],
     ),
-    Case(gemm.lora_up_backward, linear_dims, terms=lambda d: max(d["o"])),
+    Case(gemm.lora_up_backward, linear_backward_dims, terms=lambda d: max(d["o"])),
     Case(
         gemm.lora_linear_backward,
-        linear_dims,
+        linear_backward_dims,
         absent=without_adapter("v", "a"),
         terms=lambda d: sum(d["o"]) + d["s"],
     ),
@@ -351,7 +363,7 @@ CASES = [
     ),
     Case(
         attention.attention_backward,
-        attention_dims,
+        attention_backward_dims,
         special=forward_results,
         attributes=score_scale,
         magnitude=attention_backward_magnitude,

@@ -25,7 +25,7 @@ from krnl.plan.step import Step
 from op_cases import CASES, Case, allowance
 
 GUARD = 24  # elements around an output; no multiple of a vector, so that outputs are misaligned
-EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "40"))
 WEIGHTS = {
     "w",
     "w_gate",

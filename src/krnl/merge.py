@@ -79,11 +79,13 @@ class _Rounding:
     def __init__(self) -> None:
         self.largest = 0.0
 
-    def round(self, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        rounded = exact.astype(dtype)
+    def round(self, name: str, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        with np.errstate(over="ignore"):  # found in the next line
+            rounded = exact.astype(dtype)
         if not np.isfinite(rounded.astype(np.float32)).all():
             raise FormatError(
-                f"A merged weight does not fit {dtype}: its largest is {np.abs(exact).max():.3g}."
+                f"{name} does not fit {dtype} once merged: its largest is "
+                f"{np.abs(exact).max():.3g}."
             )
         difference = np.abs(rounded.astype(np.float32) - exact).max(initial=0.0)
         self.largest = max(
@@ -106,8 +108,10 @@ def _write_shard(
     layout: dict[str, tuple[DType, Shape]] = {
         name: (t.dtype, t.shape) for name, t in tensors.items()
     }
-    if untied and EMBEDDING in tensors:
-        layout[HEAD] = layout[EMBEDDING]
+    if untied:
+        layout.pop(HEAD, None)  # a copy that lay beside the embedding
+        if EMBEDDING in tensors:
+            layout[HEAD] = layout[EMBEDDING]
 
     def values(name: str) -> np.ndarray:
         stored = EMBEDDING if name == HEAD and untied else name
@@ -116,7 +120,8 @@ def _write_shard(
         if path not in modules:
             return base
         a, b = modules[path]
-        return rounding.round(merged_weight(base, a, b, config.scale_for(path)), base.dtype)
+        exact = merged_weight(base, a, b, config.scale_for(path))
+        return rounding.round(name, exact, base.dtype)
 
     _, metadata = read_header(source)
     write_safetensors_lazily(target, layout, values, metadata or {"format": "pt"})
@@ -144,7 +149,7 @@ def _write_index(model: Model, out: Path, untied: bool) -> None:
     if untied:
         index["weight_map"][HEAD] = index["weight_map"][EMBEDDING]
         size = index.get("metadata", {}).get("total_size")
-        if isinstance(size, int):
+        if isinstance(size, int) and HEAD not in model.checkpoint.tensors:
             index["metadata"]["total_size"] = size + model.checkpoint.tensors[EMBEDDING].nbytes
     write_json_atomic(out / INDEX, index)
 

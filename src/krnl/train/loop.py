@@ -3,11 +3,9 @@
 import hashlib
 import math
 import shutil
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +27,7 @@ from krnl.train.memory import check_fits, gib, memory_use
 from krnl.train.metrics import METRICS, PICTURE, Display, Metrics, draw
 from krnl.train.schedule import hyper, learning_rate
 from krnl.train.session import Session, plan_training
+from krnl.train.signals import stop_signals
 
 CHECKPOINTS = "checkpoints"
 SAVED_CONFIG = "train.json"
@@ -96,8 +95,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
             console.print(show(example, model.tokenizer), end="\n\n")
         return None
     run = Run(config, model, data, console)
-    with closing(run.metrics), _stop_signals() as stop:
-        return run.go(stop)
+    with closing(run.metrics), stop_signals() as stop:
+        result = run.go(stop)
+    del run  # drawing takes memory of its own, which the plan knows nothing of
+    draw(result.out)
+    return result
 
 
 @dataclass
@@ -284,7 +286,6 @@ class Run:
 
     def _finish(self) -> Result:
         p = self.progress
-        draw(self.out)
         return Result(
             self.out,
             p.step,
@@ -387,30 +388,9 @@ class Run:
             f"{len(self.order):,} updates of {self.config.batch_size} rows\n"
             + self.data.train.report.describe(live_share(passes)),
             highlight=False,
+            soft_wrap=True,
         )
 
 
 def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C or SIGTERM, so that the run can save itself; a second one stops at
-    once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

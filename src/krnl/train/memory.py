@@ -21,6 +21,7 @@ class MemoryUse:
     saved: int  # activations kept for the backward pass
     temporaries: int  # the rest of the arena at its fullest
     engine: int  # scratch of the device's own
+    saving: int  # copies of parameters and moments while a checkpoint is written
     process: int  # Python, its libraries and the data, as resident now
 
     @property
@@ -39,13 +40,14 @@ class MemoryUse:
             "activations kept for backward": self.saved,
             "temporaries": self.temporaries,
             "engine scratch": self.engine,
+            "copies for a checkpoint": self.saving,
             "Python and data": self.process,
         }
 
 
 def memory_use(planned: TrainingPlan, backend: Backend) -> MemoryUse:
     """What the planned run will hold at its peak."""
-    layout = planned.accumulate.layout
+    layout, trainable = planned.accumulate.layout, planned.decoder.trainable
     arena = layout.reserved(Kind.TEMP)
     saved = min(planned.accumulate.saved, arena)
     return MemoryUse(
@@ -57,6 +59,7 @@ def memory_use(planned: TrainingPlan, backend: Backend) -> MemoryUse:
         saved=saved,
         temporaries=arena - saved,
         engine=backend.limits.scratch,
+        saving=sum(b.nbytes for b in (trainable.param, trainable.first, trainable.second)),
         process=_resident(),
     )
 

@@ -108,7 +108,9 @@ class Session:
 
     def modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The adapters as they are now: path -> (A, B), float32."""
-        return self._trainable.unpack(self._memory.read(self._trainable.param).astype(np.float32))
+        return self._trainable.unpack(
+            self._memory.read(self._trainable.param).astype(np.float32, copy=False)
+        )
 
     def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The gradients summed since the last update: path -> (dA, dB)."""
