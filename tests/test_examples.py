@@ -9,6 +9,11 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+
+from krnl.data.examples import Example, Report, build, read_rows, show
+from krnl.data.rows import Chat, Plain, Row
+from krnl.data.tokenizer import Tokenizer
+from krnl.errors import ConfigError, DataError, FormatError
 from tiny_tokenizers import (
     CHATML,
     DEFAULT_SYSTEM,
@@ -23,11 +28,6 @@ from tiny_tokenizers import (
     sentencepiece,
     wrap,
 )
-
-from krnl.data.examples import Example, Report, build, read_rows, show
-from krnl.data.rows import Chat, Plain, Row
-from krnl.data.tokenizer import Tokenizer
-from krnl.errors import ConfigError, DataError, FormatError
 
 HERE = Path("train.jsonl")
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,12 +20,12 @@ from krnl.dtypes import BF16, F32, DType
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model, adapter_shapes
 from krnl.models.decoder import Decoder
-from krnl.models.generation import GenerationPrograms
+from krnl.models.generation_programs import GenerationPrograms
 from krnl.plan.arena import plan
 from tiny import REFERENCE, Run
 
 FOLDER = Path(__file__).parent / "expected"
-CASES = sorted(path.name for path in FOLDER.iterdir())
+CASES = sorted(path.parent.name for path in FOLDER.glob("*/expected.npz"))
 FLOAT64 = 1e-11
 ADAM = (0.9, 0.999)
 

@@ -32,8 +32,8 @@ PARTS = {"models", "data", "formats", "backends", "kernels", *OPS}
 WHOLE = {"model", "devices", *PARTS}
 # These may use one another, in one direction: there are no cycles.
 APPLICATION = {
-    "answering", "api", "bench", "doctor", "generate", "merge", "options", "planning", "profile",
-    "train",
+    "answering", "api", "bench", "doctor", "generator", "merge", "options", "planning", "profile",
+    "training",
 }  # fmt: skip
 # What each module or sub-package may import beside itself.
 ALLOWED = {

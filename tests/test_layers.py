@@ -15,9 +15,9 @@ from krnl.data.packing import Pass, pack
 from krnl.dtypes import BF16, F16, F32, I32, DType
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
-from krnl.models import training
+from krnl.models import training_programs
 from krnl.models.decoder import Decoder
-from krnl.models.training import TrainingPrograms
+from krnl.models.training_programs import TrainingPrograms
 from krnl.ops.pointwise import rope, rope_table
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
@@ -370,8 +370,8 @@ def test_the_head_may_be_cut_into_chunks(
     backend, part = (REFERENCE, EXACT) if device == "reference" else (use_cpu(), 24 * F32.eps)
     work = one_pass(make_documents(LENGTHS))
     whole = Run(write("untied"), adapter, backend)
-    monkeypatch.setattr(training, "LOGITS_BYTES", 0)
-    monkeypatch.setattr(training, "LOGITS_ROWS", 11)
+    monkeypatch.setattr(training_programs, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(training_programs, "LOGITS_ROWS", 11)
     cut = Run(write("untied"), adapter, backend)
     assert (whole.planned.programs.chunk, cut.planned.programs.chunk) == (64, 11)
     assert 11 < len(work[0].target) < 44

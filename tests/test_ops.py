@@ -222,9 +222,9 @@ class Bench:
             for g, w, b in triples:
                 w, b = np.broadcast_to(w, g.shape), np.broadcast_to(b, g.shape)
                 same = (g == w) | (np.isnan(g) & np.isnan(w))
-                share = np.where(
-                    same, 0.0, np.abs(g - w) / np.maximum(b, np.finfo(np.float64).tiny)
-                )
+                with np.errstate(over="ignore", invalid="ignore"):
+                    share = np.abs(g - w) / np.maximum(b, np.finfo(np.float64).tiny)
+                share = np.where(same, 0.0, np.where(np.isnan(share), np.inf, share))
                 worst = float(share.max(initial=0.0))
                 assert worst <= 1.0, (
                     f"'{p.name}' is off by {worst:.2f} of its allowance; sizes {self.dims}, live "

@@ -18,7 +18,7 @@ from krnl.dtypes import BF16, F32, I32, DType
 from krnl.errors import PlanError
 from krnl.kernels.cpu.table import TABLE
 from krnl.model import Model
-from krnl.models.training import TrainingPrograms
+from krnl.models.training_programs import TrainingPrograms
 from krnl.plan import arena
 from krnl.plan.arena import Layout, Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer, FileRegion, Kind

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import CHATML, LLAMA2, LLAMA3, byte_level, save, sentencepiece, wrap
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from krnl.data.tokenizer import Tokenizer
 from krnl.errors import DataError, FormatError
+from tiny_tokenizers import CHATML, LLAMA2, LLAMA3, byte_level, save, sentencepiece, wrap
 
 CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 BYTES = wrap(byte_level())

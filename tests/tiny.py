@@ -17,7 +17,7 @@ from krnl.formats.safetensors import write_safetensors
 from krnl.model import Model
 from krnl.models.config import linear_paths, parse, tensor_shapes
 from krnl.plan.buffer import Kind
-from krnl.train.session import Session, TrainingPlan, plan_training
+from krnl.training.session import Session, TrainingPlan, plan_training
 
 REFERENCE = ReferenceBackend()
 VOCABULARY = 61  # odd sizes throughout: every kernel has a ragged edge to get right

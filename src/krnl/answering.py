@@ -11,7 +11,7 @@ from krnl.data.template import Message
 from krnl.data.tokenizer import Tokenizer
 from krnl.devices import activation_type, open_backend
 from krnl.errors import ConfigError, DataError
-from krnl.generate import Answer, Request, Sampling, answer_all, open_generator
+from krnl.generator import Answer, Request, Sampling, answer_all, open_generator
 from krnl.model import Model
 from krnl.options import GenerateOptions
 

@@ -1,7 +1,6 @@
 """The Python interface: load, Lora, train, generate. The command line does the same things with the
 same words."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,11 @@ from krnl.answering import prompt_ids
 from krnl.data.template import Message
 from krnl.devices import activation_type, open_backend
 from krnl.errors import ConfigError
-from krnl.generate import Request, Sampling, answer_all, open_generator
+from krnl.generator import Request, Sampling, answer_all, open_generator
 from krnl.model import Model
-from krnl.train.config import from_dict
-from krnl.train.loop import Result
-from krnl.train.loop import train as run_training
+from krnl.training.config import from_dict
+from krnl.training.loop import Result
+from krnl.training.loop import train as run_training
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,3 @@ def generate(
         opened, loaded, backend, activation_type(backend, precision), request
     )
     return "".join(piece for _, piece, _ in answer_all(generator, opened, request))
-
-
-# The sub-package `train` and the module `generate` have claimed these names; to who imports krnl,
-# they mean the functions.
-vars(sys.modules["krnl"]).update(train=train, generate=generate)

@@ -1,6 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that `krnl --help` answers
 at once."""
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from krnl.errors import BackendError, ConfigError, KrnlError, TrainingError
 
 if TYPE_CHECKING:
-    from krnl.train.config import TrainConfig
+    from krnl.training.config import TrainConfig
 
 HELP = """usage: krnl COMMAND [OPTIONS]
 
@@ -28,6 +29,9 @@ commands:
 
 def main() -> None:
     """Entry point: exits with 0, with 2 for a user's mistake, 1 for a failure, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × or – gets a ?
     sys.exit(run(sys.argv[1:]))
 
 
@@ -77,7 +81,7 @@ def _parse(kind: type, name: str, arguments: list[str], default: Any = None) -> 
 
 def _settings(name: str, arguments: list[str]) -> "TrainConfig":
     """TrainConfig from an optional YAML file and flags, which win."""
-    from krnl.train.config import TrainConfig, from_yaml
+    from krnl.training.config import TrainConfig, from_yaml
 
     default = TrainConfig()
     if arguments and arguments[0].endswith((".yaml", ".yml")):
@@ -95,8 +99,8 @@ def train(arguments: list[str]) -> int:
     config = _settings("train", arguments)
     from rich.console import Console
 
-    from krnl.train.loop import Interrupted
-    from krnl.train.loop import train as run_training
+    from krnl.training.loop import Interrupted
+    from krnl.training.loop import train as run_training
 
     console = Console(markup=False)
     try:

@@ -21,7 +21,7 @@ from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import write_safetensors
 from krnl.model import Model, initial_modules
 from krnl.models.config import parse, tensor_shapes
-from krnl.train.session import Session, plan_training
+from krnl.training.session import Session, plan_training
 
 LIBRARIES = (
     "numpy",

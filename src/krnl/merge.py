@@ -1,6 +1,7 @@
 """Folding an adapter into its base model, and measuring what that costs."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from krnl.errors import ConfigError, FormatError
 from krnl.formats.files import read_json, write_json_atomic
 from krnl.formats.peft import AdapterConfig, Modules
 from krnl.formats.safetensors import INDEX, Shape, read_header, write_safetensors_lazily
-from krnl.generate import PROMPT_TOKENS, Generator
+from krnl.generator import PROMPT_TOKENS, Generator
 from krnl.model import Model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -52,16 +53,21 @@ def merge(
     probe = model.tokenizer.encode(PROBE).ids[: min(PROMPT_TOKENS, model.config.max_positions)]
     rounding = _Rounding()
     sources = sorted({t.path for t in model.checkpoint.tensors.values()})
+    building = out.with_name(f".{out.name}.tmp")  # takes its name when it is whole
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
         untied = model.config.tie_word_embeddings and "lm_head" in modules
         for path in sources:
-            _write_shard(model, config, modules, path, out / path.name, untied, rounding)
-        _copy_beside(model.folder, out, untied)
+            _write_shard(model, config, modules, path, building / path.name, untied, rounding)
+        _copy_beside(model.folder, building, untied)
         if (model.folder / INDEX).is_file():
-            _write_index(model, out, untied)
+            _write_index(model, building, untied)
+        os.rename(building, out)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
     difference = logits_error(model, adapter, Model.open(str(out)), backend, probe)
     return Merged(out, len(modules), difference, rounding.largest)
 

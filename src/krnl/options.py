@@ -1,5 +1,5 @@
 """Options of the commands that are not a training run. Those of `krnl train` are in
-train/config.py."""
+training/config.py."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -19,10 +19,10 @@ from krnl.model import Model, imagined_weights, stored_dtype
 from krnl.models import config as model_config
 from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
-from krnl.train.config import TrainConfig
-from krnl.train.loop import adapter_config
-from krnl.train.memory import gib, memory_use
-from krnl.train.session import TrainingPlan, plan_training
+from krnl.training.config import TrainConfig
+from krnl.training.loop import adapter_config
+from krnl.training.memory import gib, memory_use
+from krnl.training.session import TrainingPlan, plan_training
 
 
 @dataclass(frozen=True)

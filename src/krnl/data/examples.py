@@ -77,7 +77,7 @@ class Report:
         cut = f"{self.rows_cut:,}"
         if self.rows_cut:
             cut += (
-                f" by --max-length, {self.tokens_cut:,} tokens lost"
+                f", {self.tokens_cut:,} tokens lost"
                 f" (--max-length {self.suggested_max_length} would cut none)"
             )
         share = self.target_tokens / max(1, self.tokens)

@@ -7,7 +7,7 @@ takes its final name in one step: a crash or a full disk leaves the previous fil
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,6 +72,13 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {repeated!r} appears twice")
     return content
+
+
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Removes temporary files of `open_atomic` that a killed process left for any of `names`."""
+    for name in names:
+        for path in folder.glob(f".{name}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from krnl.backends.base import Backend
 from krnl.dtypes import DType
-from krnl.errors import ConfigError, DataError
+from krnl.errors import ConfigError, DataError, FormatError
 from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.decoder import Decoder
-from krnl.models.generation import GenerationPrograms
+from krnl.models.generation_programs import GenerationPrograms
 from krnl.plan.arena import plan
 
 # Tokens that a pass over prompts reads at once, and prompts that are answered side by side.
@@ -192,11 +192,16 @@ class Generator:
         self._memory.write(i.live_picks, np.array([len(picks)]))
         (self._next_program if single else self._prompt_program).run()
         logits = self._next_logits if single else self._prompt_logits
-        return self._memory.read(logits.rows(0, len(picks))).astype(np.float32)
+        return self._memory.read(logits.rows(0, len(picks)))
 
 
 def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
-    """The next token from float32 logits [vocabulary]."""
+    """The next token from float32 logits [vocabulary]. FormatError if they are not finite."""
+    if not np.isfinite(logits).all():
+        raise FormatError(
+            "The model's logits are not finite: the checkpoint or the adapter holds values that "
+            "are no numbers, or too large ones."
+        )
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     scaled = logits.astype(np.float64) / sampling.temperature
@@ -205,14 +210,8 @@ def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     order = np.argsort(-p, kind="stable")
     kept = order[: int(np.searchsorted(np.cumsum(p[order]), sampling.top_p)) + 1]
     cumulative = np.cumsum(p[kept])
-    return int(
-        kept[
-            min(
-                np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"),
-                len(kept) - 1,
-            )
-        ]
-    )
+    drawn = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
+    return int(kept[min(drawn, len(kept) - 1)])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.config import ModelConfig
 from krnl.models.decoder import Decoder
-from krnl.models.training import Recompute, TrainingPrograms
+from krnl.models.training_programs import Recompute, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer

@@ -37,7 +37,7 @@ class TrainConfig:
     targets: tuple[str, ...] = ("all-linear",)
     """Layers to adapt: all-linear (all but lm_head), or names such as q_proj v_proj."""
     rslora: bool = False
-    """Scale by alpha / √rank instead (rank-stabilised LoRA)."""
+    """Scale by alpha over the square root of rank instead (rank-stabilised LoRA)."""
     dropout: float = 0.0
     """Dropout on what enters the adapters."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
@@ -114,6 +114,10 @@ class TrainConfig:
             lambda v: v is None or 2 <= v <= self.tokens,
             f"from 2 to the {self.tokens} tokens of a pass",
         )
+        if "all-linear" in self.targets and len(self.targets) > 1:
+            raise ConfigError(
+                "targets holds all-linear and others; give all-linear alone, or names."
+            )
         self._require("rank", lambda v: v >= 1, "at least 1")
         self._require("alpha", lambda v: 0 < v < math.inf, "above 0")
         self._require("dropout", lambda v: 0 <= v < 1, "at least 0 and below 1")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from krnl.backends.base import Backend
 from krnl.errors import PlanError
 from krnl.plan.buffer import Kind
-from krnl.train.session import TrainingPlan
+from krnl.training.session import TrainingPlan
 
 
 @dataclass(frozen=True)

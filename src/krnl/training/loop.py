@@ -1,14 +1,12 @@
 """The training run: data in, adapter out, and everything in between that can be resumed."""
 
-import hashlib
 import math
-import shutil
 import threading
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -16,24 +14,19 @@ from krnl.data.examples import Examples, build, show
 from krnl.data.packing import Pass, batches, live_share, pack
 from krnl.data.rows import read_rows, split
 from krnl.devices import activation_type, open_backend
-from krnl.errors import ConfigError, FormatError, TrainingError
+from krnl.errors import FormatError, TrainingError
 from krnl.formats import resume
 from krnl.formats.files import write_json_atomic
 from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
-from krnl.formats.peft import WEIGHTS, AdapterConfig, Modules, write_adapter
+from krnl.formats.peft import AdapterConfig, Modules, write_adapter
 from krnl.model import Model, initial_modules
-from krnl.train.config import TrainConfig
-from krnl.train.memory import check_fits, gib, memory_use
-from krnl.train.metrics import METRICS, PICTURE, Display, Metrics, draw
-from krnl.train.schedule import hyper, learning_rate
-from krnl.train.session import Session, plan_training
-from krnl.train.signals import stop_signals
-
-CHECKPOINTS = "checkpoints"
-SAVED_CONFIG = "train.json"
-
-# Settings that may differ between a run and its resumption: they change no number.
-FREE = {"out", "save_every", "memory_limit", "recompute"}
+from krnl.training import folder
+from krnl.training.config import TrainConfig
+from krnl.training.memory import check_fits, gib, memory_use
+from krnl.training.metrics import METRICS, PICTURE, Display, Metrics, draw
+from krnl.training.schedule import hyper, learning_rate
+from krnl.training.session import Session, plan_training
+from krnl.training.signals import stop_signals
 
 
 @dataclass(frozen=True)
@@ -184,7 +177,10 @@ class Run:
         check_fits(self.use, self.backend.limits.memory, "this machine has")
         if config.memory_limit is not None:
             check_fits(self.use, int(config.memory_limit * 2**30), "memory_limit")
-        saved = self._claim_folder()
+        self.identity = folder.identity(
+            config, model, data.train, data.valid, self.backend.name, str(self.activation)
+        )
+        saved = folder.claim(self.out, config, self.identity)
         self._describe(model, modules)
         self.session = Session(planned, model, modules, self.backend, config.seed)
         self.progress = Progress()
@@ -195,7 +191,7 @@ class Run:
 
     def go(self, stop: threading.Event) -> Result:
         """Trains to the end, or until `stop` is set."""
-        write_json_atomic(self.out / SAVED_CONFIG, self._settings())
+        write_json_atomic(self.out / folder.SAVED_CONFIG, folder.settings(self.config))
         if self.progress.step == 0 and self.data.valid and self.progress.first_val_loss is None:
             self._validate()
         with Display(self.console, self.progress.step, len(self.order)) as display:
@@ -209,8 +205,7 @@ class Run:
                 if stop.is_set() and not last:
                     raise Interrupted(
                         f"Stopped after update {self.progress.step} of {len(self.order)}; "
-                        "everything is saved. "
-                        "Give the same command with --resume to go on."
+                        "everything is saved. Give the same command with --resume to go on."
                     )
         return self._finish()
 
@@ -244,12 +239,9 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._diverged(step, loss, norm)
         p = self.progress
-        p.step, p.last_loss, p.seconds, p.tokens = (
-            step,
-            loss,
-            p.seconds + seconds,
-            p.tokens + tokens,
-        )
+        p.step, p.last_loss = step, loss
+        p.seconds += seconds
+        p.tokens += tokens
         display.update(step, loss, lr, tokens / seconds)
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
@@ -259,8 +251,7 @@ class Run:
             self._write_adapter()
         raise TrainingError(
             f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The "
-            "last good adapter is in "
-            f"{self.out}. A lower --lr, a --warmup or --clip usually helps."
+            f"last good adapter is in {self.out}. A lower --lr, a --warmup or --clip usually helps."
         )
 
     def _validate(self) -> None:
@@ -281,8 +272,10 @@ class Run:
         if not self.data.valid:
             self._write_adapter()
         self.progress.metrics_position = self.metrics.sync()
-        numbers = {"progress": asdict(self.progress), "run": self._identity()}
-        resume.save(self.out / CHECKPOINTS, self.progress.step, self.session.state(), numbers)
+        numbers = {"progress": asdict(self.progress), "run": self.identity}
+        resume.save(
+            self.out / folder.CHECKPOINTS, self.progress.step, self.session.state(), numbers
+        )
 
     def _finish(self) -> Result:
         p = self.progress
@@ -303,63 +296,6 @@ class Run:
     def _due(self, every: int | None) -> bool:
         return self.progress.step % (every or self.order.per_epoch) == 0
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            k: v for k, v in asdict(self.config).items() if k not in ("resume", "overwrite", "show")
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same when the run is resumed."""
-        ids = hashlib.sha256()
-        for example in self.data.train.examples:
-            ids.update(example.ids.tobytes() + example.targets.tobytes())
-        same = {k: v for k, v in self._settings().items() if k not in FREE}
-        resolved = {"device": self.backend.name, "precision": str(self.activation)}
-        return {**same, **resolved, "data_sha256": ids.hexdigest()}
-
-    def _claim_folder(self) -> resume.Saved | None:
-        """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on
-        from."""
-        outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
-        try:
-            left = [name for name in outputs if (self.out / name).exists()]
-        except OSError as error:
-            raise ConfigError(
-                f"out is {self.out}, which cannot be used: {error.strerror or error}."
-            ) from error
-        if self.out.exists() and not self.out.is_dir():
-            raise ConfigError(f"out is {self.out}, which is a file; give a folder.")
-        if self.config.resume:
-            saved = resume.newest(self.out / CHECKPOINTS)
-            if saved is None:
-                raise ConfigError(
-                    f"There is no checkpoint in {self.out} to resume from; leave out --resume"
-                    + (", and give --overwrite to start again." if left else ".")
-                )
-            for key, value in self._identity().items():
-                before = saved.numbers.get("run", {}).get(key)
-                if not resume.same_json(before, value):
-                    raise ConfigError(
-                        f"{key} is {value!r}, but the run in {self.out} was started with "
-                        f"{before!r}. "
-                        "A resumed run keeps its settings and data."
-                    )
-            return saved
-        if left and not self.config.overwrite:
-            raise ConfigError(
-                f"{self.out} holds an earlier run ({left[0]}). Give --resume to go on with it, "
-                "--overwrite to replace "
-                "it, or another --out."
-            )
-        try:
-            for path in (self.out / name for name in left):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        except OSError as error:
-            raise FormatError(
-                f"{error.filename} cannot be removed: {error.strerror or error}."
-            ) from error
-        return None
-
     def _restore(self, saved: resume.Saved) -> Progress:
         """Puts a checkpoint's arrays in place; returns where the run was."""
         try:
@@ -375,18 +311,16 @@ class Run:
     def _describe(self, model: Model, modules: Modules) -> None:
         """What the run is going to do, before it does it."""
         updates = [self.order[u] for u in range(min(len(self.order), self.order.per_epoch))]
-        passes = [
-            w
-            for rows in updates
-            for w in pack([self.data.train[r] for r in rows], self.config.tokens)
-        ]
+        epoch = [pack([self.data.train[r] for r in rows], self.config.tokens) for rows in updates]
         trained = sum(a.size + b.size for a, b in modules.values())
         self.console.print(
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
-            f"{len(modules)} layers, "
-            f"{trained:,} trained parameters, at most {gib(self.use.total)} of memory\n"
+            f"{len(modules)} layers, {trained:,} trained parameters, at most "
+            f"{gib(self.use.total)} of memory\n"
             f"{len(self.order):,} updates of {self.config.batch_size} rows\n"
-            + self.data.train.report.describe(live_share(passes)),
+            + self.data.train.report.describe(
+                live_share(work for passes in epoch for work in passes)
+            ),
             highlight=False,
             soft_wrap=True,
         )

@@ -1,0 +1,113 @@
+"""The folder of a run: whose it is, what a resumed run must not change, what is cleared away."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from krnl.data.examples import Examples
+from krnl.data.packing import Pass
+from krnl.errors import ConfigError, FormatError
+from krnl.formats import resume
+from krnl.formats.files import remove_leftovers
+from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
+from krnl.formats.peft import WEIGHTS
+from krnl.model import Model
+from krnl.training.config import TrainConfig
+from krnl.training.metrics import METRICS, PICTURE
+
+CHECKPOINTS = "checkpoints"
+SAVED_CONFIG = "train.json"
+
+# Settings that say how a command runs, not what the run is.
+MANNER = {"resume", "overwrite", "show"}
+# Settings that may differ between a run and its resumption: they change no number.
+FREE = {"out", "save_every", "memory_limit", "recompute"}
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings as they are saved beside the adapter."""
+    return {name: value for name, value in asdict(config).items() if name not in MANNER}
+
+
+def identity(
+    config: TrainConfig,
+    model: Model,
+    train: Examples,
+    valid: Iterable[Pass],
+    device: str,
+    precision: str,
+) -> dict[str, Any]:
+    """What must be the same when a run is resumed: settings, data, the model's files by size."""
+    same = {name: value for name, value in settings(config).items() if name not in FREE}
+    files = {tensor.path for tensor in model.checkpoint.tensors.values()}
+    return {
+        **same,
+        "device": device,
+        "precision": precision,
+        "model_files": {path.name: path.stat().st_size for path in sorted(files)},
+        "data_sha256": _sha256(a for e in train.examples for a in (e.ids, e.targets)),
+        "valid_sha256": _sha256(a for w in valid for a in (w.tokens, w.target_row)),
+    }
+
+
+def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Saved | None:
+    """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from
+    when resuming; ConfigError if the folder is not free, or its run is another one."""
+    outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
+    try:
+        left = [name for name in outputs if (out / name).exists()]
+    except OSError as error:
+        raise ConfigError(
+            f"out is {out}, which cannot be used: {error.strerror or error}."
+        ) from error
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out is {out}, which is a file; give a folder.")
+    saved = None
+    if config.resume:
+        saved = _checkpoint(out, run, bool(left))
+    elif left and not config.overwrite:
+        raise ConfigError(
+            f"{out} holds an earlier run ({left[0]}). Give --resume to go on with it, --overwrite "
+            "to replace it, or another --out."
+        )
+    else:
+        _remove(out / name for name in left)
+    remove_leftovers(out, outputs)
+    return saved
+
+
+def _checkpoint(out: Path, run: Mapping[str, Any], used: bool) -> resume.Saved:
+    saved = resume.newest(out / CHECKPOINTS)
+    if saved is None:
+        raise ConfigError(
+            f"There is no checkpoint in {out} to resume from; leave out --resume"
+            + (", and give --overwrite to start again." if used else ".")
+        )
+    for name, value in run.items():
+        before = saved.numbers.get("run", {}).get(name)
+        if not resume.same_json(before, value):
+            raise ConfigError(
+                f"{name} is {value!r}, but the run in {out} was started with {before!r}. A resumed "
+                "run keeps its settings and data."
+            )
+    return saved
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    try:
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise FormatError(
+            f"{error.filename} cannot be removed: {error.strerror or error}."
+        ) from error
+
+
+def _sha256(arrays: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()

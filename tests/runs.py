@@ -1,0 +1,153 @@
+"""Small training runs: a tiny model with a real tokenizer, chats of random words, and `krnl` as a
+process of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import krnl
+from krnl.training.config import TrainConfig
+from krnl.training.loop import Result, train
+from krnl.training.metrics import METRICS, read
+from tiny import write_model
+
+ROOT = Path(__file__).parent.parent
+STORYTELLER = ROOT / "examples/storyteller"
+EXPECTED = Path(__file__).parent / "expected/storyteller"
+BASE = STORYTELLER / "model"
+VOCABULARY = 1013
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+WORDS = [
+    "Cora",
+    "Omar",
+    "Tess",
+    "went",
+    "to",
+    "the",
+    "forest",
+    "kitchen",
+    "black",
+    "silver",
+    "scarf",
+    "owl",
+    "bear",
+    "was",
+    "calm",
+    "happy",
+]
+# What a log line says about the clock, not about the run.
+CLOCK = {"seconds", "tokens_per_s"}
+
+
+def write_chat_model(folder: Path, kind: str = "llama", **sizes: Any) -> Path:
+    """A tiny random checkpoint that speaks the storyteller's tokens."""
+    write_model(folder, kind, vocab_size=VOCABULARY, **sizes)
+    for name in TOKENIZER:
+        shutil.copyfile(BASE / name, folder / name)
+    return folder
+
+
+def chat(rng: np.random.Generator, longest: int = 12) -> dict[str, Any]:
+    """A question and an answer of random words."""
+    ask, answer = (" ".join(rng.choice(WORDS, rng.integers(1, longest))) for _ in range(2))
+    roles = (("user", ask), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in roles]}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_data(folder: Path, train_rows: int, valid_rows: int = 0, seed: int = 0) -> Path:
+    """train.jsonl, and valid.jsonl if it has rows."""
+    rng = np.random.default_rng([seed, 17])
+    write_rows(folder / "train.jsonl", [chat(rng) for _ in range(train_rows)])
+    if valid_rows:
+        write_rows(folder / "valid.jsonl", [chat(rng) for _ in range(valid_rows)])
+    return folder
+
+
+def settings(model: Path, data: Path, out: Path, **given: Any) -> TrainConfig:
+    """A run short enough for a test: ranks of 3, passes of 64 tokens, float32."""
+    small: dict[str, Any] = {
+        "rank": 3, "alpha": 6.0, "tokens": 64, "batch_size": 4, "lr": 1e-2, "precision": "fp32",
+    }  # fmt: skip
+    return TrainConfig(model=str(model), data=str(data), out=str(out), **{**small, **given})
+
+
+def run(config: TrainConfig) -> Result:
+    """The run, without a word."""
+    result = train(config, Console(quiet=True))
+    assert result is not None
+    return result
+
+
+def updates(out: Path) -> list[dict[str, Any]]:
+    """The log lines of updates."""
+    return [line for line in read(out / METRICS) if "loss" in line]
+
+
+def validations(out: Path) -> list[dict[str, Any]]:
+    """The log lines of validations."""
+    return [line for line in read(out / METRICS) if "val_loss" in line]
+
+
+def timeless(out: Path) -> list[dict[str, Any]]:
+    """Every log line, but for what the clock says."""
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read(out / METRICS)]
+
+
+def adapter_bytes(out: Path) -> tuple[bytes, bytes]:
+    """The adapter's two files."""
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    config, weights = ((out / name).read_bytes() for name in names)
+    return config, weights
+
+
+def checkpoints(out: Path) -> list[str]:
+    """Names of everything in the folder of checkpoints."""
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, in which `python -m krnl` is the package under test."""
+    return {**os.environ, "PYTHONPATH": str(Path(krnl.__file__).parent.parent), **variables}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "krnl", *map(str, arguments)]
+
+
+def krnl_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`krnl` as a process that has ended."""
+    options.setdefault("env", environment())
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def flags(config: TrainConfig) -> list[str]:
+    """The command-line flags that give these settings."""
+    given, default = vars(config), vars(TrainConfig())
+    words: list[str] = []
+    for name, value in given.items():
+        if value == default[name]:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            items = value if isinstance(value, tuple) else (value,)
+            words += [f"--{flag}", *map(str, items)]
+    return words

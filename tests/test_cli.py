@@ -1,0 +1,594 @@
+"""The command as a process: mistakes get one sentence and code 2, interruptions cost nothing."""
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from krnl import __version__, cli
+from krnl.formats.peft import AdapterConfig, write_adapter
+from krnl.formats.safetensors import read_tensors, write_safetensors
+from runs import (
+    BASE,
+    adapter_bytes,
+    checkpoints,
+    command,
+    environment,
+    flags,
+    krnl_process,
+    settings,
+    timeless,
+    updates,
+    write_chat_model,
+    write_data,
+)
+
+LLAMA_1B = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 16, "head_dim": 64,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_theta": 500000.0, "torch_dtype": "bfloat16", "rope_scaling": {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"), 10, 3)
+
+
+@pytest.fixture(scope="module")
+def other_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for a wider model."""
+    folder = tmp_path_factory.mktemp("other")
+    pair = np.zeros((2, 99), np.float32), np.zeros((99, 2), np.float32)
+    config = AdapterConfig(rank=2, alpha=4.0, targets=("q_proj",))
+    write_adapter(folder, config, {"model.layers.0.self_attn.q_proj": pair})
+    return folder
+
+
+class Place:
+    """What a mistake is made of: a good model, good data, an adapter that fits neither."""
+
+    def __init__(self, folder: Path, model: Path, data: Path, adapter: Path):
+        self.folder, self.model, self.data, self.adapter = folder, model, data, adapter
+
+    def train(self, *more: object, model: object = None, data: object = None) -> list[str]:
+        arguments = ["train", "--model", model or self.model, "--data", data or self.data]
+        return [str(a) for a in (*arguments, "--out", self.folder / "out", "--steps", 1, *more)]
+
+    def file(self, name: str, content: str | bytes = "") -> Path:
+        path = self.folder / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def changed_model(self, **fields: Any) -> Path:
+        folder = Path(shutil.copytree(self.model, self.folder / "changed"))
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        return folder
+
+    def model_without(self, name: str) -> Path:
+        folder = self.changed_model()
+        (folder / name).unlink()
+        return folder
+
+    def without_a_shard(self) -> Path:
+        folder = self.changed_model()
+        tensors = {"model.norm.weight": np.ones(24, np.float32)}
+        (folder / "model.safetensors").unlink()
+        write_safetensors(folder / "model-00001-of-00002.safetensors", tensors)
+        where = {
+            name: f"model-0000{i}-of-00002.safetensors"
+            for i, name in ((1, "model.norm.weight"), (2, "x"))
+        }
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": where}))
+        return folder
+
+    def truncated(self) -> Path:
+        folder = self.changed_model()
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-4])
+        return folder
+
+
+@pytest.fixture
+def place(tmp_path, model, data, other_adapter) -> Place:
+    return Place(tmp_path, model, data, other_adapter)
+
+
+GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+
+# What the issue names: these run as processes.
+NAMED: dict[str, tuple[Callable[[Place], list[str]], str]] = {
+    "a missing shard": (
+        lambda p: p.train(model=p.without_a_shard()),
+        r"model-00002-of-00002\.safetensors is missing; model\.safetensors\.index\.json names it",
+    ),
+    "a broken JSONL line": (
+        lambda p: p.train(data=p.file("rows.jsonl", GOOD_ROW + "\n\n{broken\n")),
+        r"rows\.jsonl, line 3: not valid JSON",
+    ),
+    "an unknown rope type": (
+        lambda p: p.train(model=p.changed_model(rope_scaling={"rope_type": "spiral", "factor": 2})),
+        r"config\.json: .*rope_type is \"spiral\"",
+    ),
+    "an adapter for another model": (
+        lambda p: p.train("--init-adapter", p.adapter),
+        r"model\.layers\.0\.self_attn\.q_proj.*99",
+    ),
+    "rank 0": (lambda p: p.train("--rank", 0), r"rank is 0; it must be at least 1"),
+    "a prompt longer than the limit": (
+        lambda p: ["generate", str(p.model), "black bear " * 200],
+        r"prompt has \d+ tokens; .* limit of this model is 255",
+    ),
+    "an empty file": (
+        lambda p: p.train(data=p.file("rows.jsonl")), r"rows\.jsonl is empty: it has no rows"
+    ),
+}  # fmt: skip
+
+OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
+    "no such command": (lambda p: ["trian"], r"no command 'trian'\. Did you mean 'train'\?"),
+    "a model as a word": (lambda p: ["train", "folder"], r"'folder' is neither .*--model"),
+    "no model": (lambda p: ["train"], r"model is missing"),
+    "no data": (lambda p: ["train", "--model", str(p.model)], r"data is missing"),
+    "no folder": (lambda p: p.train(model="nowhere"), r"'nowhere' is neither a folder"),
+    "a file as a model": (lambda p: p.train(model=p.file("m", "")), r"/m is a file\. Give the fol"),
+    "no config": (lambda p: p.train(model=p.model_without("config.json")), r"has no config\.json"),
+    "no tokenizer": (
+        lambda p: p.train(model=p.model_without("tokenizer.json")), r"has no tokenizer\.json"
+    ),
+    "no weights": (
+        lambda p: p.train(model=p.model_without("model.safetensors")), r"holds no weights"
+    ),
+    "cut weights": (lambda p: p.train(model=p.truncated()), r"model\.safetensors is truncated"),
+    "another width": (
+        lambda p: p.train(model=p.changed_model(hidden_size=32)),
+        r"model\.safetensors.*\bmodel\.\S+.*24.*32|model\.safetensors.*\bmodel\.\S+.*32.*24",
+    ),
+    "a layer too many": (
+        lambda p: p.train(model=p.changed_model(num_hidden_layers=3)), r"model\.layers\.2\."
+    ),
+    "another family": (
+        lambda p: p.train(model=p.changed_model(model_type="gpt2")),
+        r"config\.json: model_type is \"gpt2\"; KRNL trains llama",
+    ),
+    "experts": (
+        lambda p: p.train(model=p.changed_model(num_local_experts=8)), r"num_local_experts is 8"
+    ),
+    "quantised": (
+        lambda p: p.train(model=p.changed_model(quantization_config={"bits": 4})),
+        r"quantization_config .*use the original",
+    ),
+    "a broken config": (
+        lambda p: (p.model_without("config.json") / "config.json").write_text("{") and p.train(model=p.folder / "changed"),  # type: ignore[dict-item, return-value]  # noqa: E501
+        r"config\.json cannot be read",
+    ),
+    "no data file": (lambda p: p.train(data="nowhere"), r"nowhere does not exist"),
+    "another kind of file": (lambda p: p.train(data=p.file("a.csv", "x")), r"a\.csv is not train"),
+    "a folder without data": (lambda p: p.train(data=p.model), r"neither train\.jsonl nor train\."),
+    "a role": (
+        lambda p: p.train(data=p.file("r.jsonl", GOOD_ROW.replace('"user"', '"human"'))),
+        r"r\.jsonl, line 1: `messages`, message 1 has the role 'human'",
+    ),
+    "no UTF-8": (
+        lambda p: p.train(data=p.file("r.jsonl", b'{"text": "\xff"}')), r"line 1: byte 0xff"
+    ),
+    "no answer": (
+        lambda p: p.train(data=p.file("r.jsonl", GOOD_ROW.replace("assistant", "user"))),
+        r"r\.jsonl: none of its 1 rows has a token to train on",
+    ),
+    "a bad validation file": (
+        lambda p: p.train("--valid", p.file("v.jsonl", "[]")), r"v\.jsonl, line 1"
+    ),
+    "a target": (lambda p: p.train("--targets", "q_prj"), r"'q_prj' matches no linear layer.*q_p"),
+    "targets": (lambda p: p.train("--targets"), r"targets are empty"),
+    "a pattern": (
+        lambda p: p.train("--rank-pattern", "q_proj", "0"), r"rank must be .*q_proj is 0"
+    ),
+    "passes too short": (lambda p: p.train("--tokens", "4"), r"--max-length 4"),
+    "too much": (
+        lambda p: p.train("--tokens", 100_000_000), r"GiB more than this machine has .*--tokens"
+    ),
+    "over the limit": (lambda p: p.train("--memory-limit", "0.001"), r"more than memory_limit"),
+    "no limit": (lambda p: p.train("--memory-limit", "inf"), r"memory_limit is inf"),
+    "a device": (lambda p: p.train("--device", "cuda"), r"device is 'cuda'.*use cpu"),
+    "a precision": (lambda p: p.train("--precision", "fp16"), r"precision is 'fp16'.*fp32, bf16"),
+    "a file as a folder": (lambda p: p.train("--out", p.file("o", "")), r"out is .*/o, which is a"),
+    "below a file": (
+        lambda p: p.train("--out", p.file("o", "") / "x"), r"/o/x/\S+ cannot be written: Not a dir"
+    ),
+    "a name too long": (lambda p: p.train("--out", p.folder / ("x" * 300)), r"File name too long"),
+    "nothing to resume": (lambda p: p.train("--resume"), r"no checkpoint .*leave out --resume"),
+    "both": (lambda p: p.train("--resume", "--overwrite"), r"resume and overwrite exclude"),
+    "no adapter": (lambda p: p.train("--init-adapter", "none"), r"none is not an adapter folder"),
+    "no YAML": (lambda p: ["train", str(p.folder / "a.yaml")], r"a\.yaml does not exist"),
+    "a YAML key": (
+        lambda p: ["train", str(p.file("a.yaml", "rnak: 3\n"))],
+        r"a\.yaml: there is no setting 'rnak'\. Did you mean 'rank'\?",
+    ),
+    "a YAML value": (
+        lambda p: ["train", str(p.file("a.yaml", "rank: x\n"))], r"a\.yaml: rank is 'x'; it must be"
+    ),
+    "plan what": (lambda p: ["plan"], r"model is missing"),
+    "plan a bad adapter": (
+        lambda p: ["plan", str(p.model), "--init-adapter", str(p.adapter)], r"q_proj.*99"
+    ),
+    "plan no tokens": (lambda p: ["plan", str(p.model), "--tokens", "0"], r"tokens is 0"),
+    "no prompt": (lambda p: ["generate", str(p.model)], r"either a prompt or --messages"),
+    "prompt and messages": (
+        lambda p: ["generate", str(p.model), "a", "--messages", "b"], r"either a prompt or --mess"
+    ),
+    "nothing to answer last": (
+        lambda p: ["generate", str(p.model), "a", "--answer-last"], r"answer.last concerns"
+    ),
+    "an empty prompt": (lambda p: ["generate", str(p.model), "", "--raw"], r"[Pp]rompt.* is empty"),
+    "messages that are none": (
+        lambda p: ["generate", str(p.model), "--messages", str(p.file("a.jsonl", '{"text": "a"}'))],
+        r"a\.jsonl, line 1 is not a conversation",
+    ),
+    "messages that are answered": (
+        lambda p: ["generate", str(p.model), "--messages", str(p.file("a.jsonl", GOOD_ROW))],
+        r"a\.jsonl, line 1 leaves nothing to answer.*--answer-last",
+    ),
+    "messages without an answer": (
+        lambda p: ["generate", str(p.model), "--answer-last", "--messages", str(p.file("a.jsonl", GOOD_ROW.replace("assistant", "user")))],  # noqa: E501
+        r"a\.jsonl, line 1 does not end with an assistant's turn",
+    ),
+    "a conversation longer than the limit": (
+        lambda p: ["generate", str(p.model), "--answer-last", "--messages", str(p.file("a.jsonl", "\n" + GOOD_ROW + "\n" + GOOD_ROW.replace('"a"', json.dumps("bear " * 300))))],  # noqa: E501
+        r"a\.jsonl, line 3 .*\d+ tokens.* 255",
+    ),
+    "no tokens": (
+        lambda p: ["generate", str(p.model), "a", "--max-tokens", "0"], r"max_tokens is 0"
+    ),
+    "cold": (
+        lambda p: ["generate", str(p.model), "a", "--temperature", "-1"], r"temperature is -1"
+    ),
+    "no share": (lambda p: ["generate", str(p.model), "a", "--top-p", "0"], r"top_p is 0"),
+    "a seed": (lambda p: ["generate", str(p.model), "a", "--seed", "-1"], r"seed is -1"),
+    "another's adapter": (
+        lambda p: ["generate", str(p.model), "a", "--adapter", str(p.adapter)], r"q_proj.*99"
+    ),
+    "merge nothing": (
+        lambda p: ["merge", str(p.model), "none", str(p.folder / "o")], r"none is not"
+    ),
+    "merge into something": (
+        lambda p: ["merge", str(BASE), str(p.adapter), str(p.model)],
+        r"model\S* is not an empty folder|q_proj.*99",
+    ),
+    "merge another's": (
+        lambda p: ["merge", str(p.model), str(p.adapter), str(p.folder / "o")], r"q_proj.*99"
+    ),
+    "an adapter as a model": (
+        lambda p: ["generate", str(p.adapter), "a"], r"has no config\.json|holds an adapter"
+    ),
+    "doctor of something": (lambda p: ["doctor", "--all"], r"`krnl doctor` takes no options"),
+}  # fmt: skip
+
+
+def one_sentence(said: str, pattern: str) -> None:
+    """The last line is a sentence for people, and no other line is."""
+    lines = said.splitlines()
+    assert [line for line in lines if line.startswith("krnl: ")] == lines[-1:], said
+    assert "Traceback" not in said
+    assert re.search(pattern, lines[-1]), lines[-1]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_mistakes_that_the_issue_names(place, name):
+    arguments, pattern = NAMED[name]
+    ended = krnl_process(*arguments(place))
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    one_sentence(ended.stderr, pattern)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_mistakes(place, capsys, monkeypatch, name):
+    monkeypatch.chdir(place.folder)
+    arguments, pattern = OTHERS[name]
+    assert cli.run(arguments(place)) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    one_sentence(said, pattern)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--rnak", "3"], ["--rnak", "--rank"]),
+        (["train", "--rank", "many"], ["--rank", "many"]),
+        (["train", "--schedule", "sine"], ["--schedule", "sine", "cosine"]),
+        (["plan", "m", "--tokns", "3"], ["--tokns", "--tokens"]),
+        (["generate", "m", "p", "--temprature", "1"], ["--temprature", "--temperature"]),
+        (["merge", "m", "a"], ["Missing"]),
+        (["merge", "m", "a", "o", "x"], ["x"]),
+    ],
+)
+def test_mistakes_in_flags(capsys, arguments, words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+
+
+def test_help_and_version(capsys):
+    assert cli.run([]) == 2
+    assert cli.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in cli.COMMANDS)
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"krnl {__version__}\n"
+    for name in set(cli.COMMANDS) - {"doctor"}:
+        with pytest.raises(SystemExit) as stopped:
+            cli.run([name, "--help"])
+        assert stopped.value.code == 0
+        assert f"usage: krnl {name}" in capsys.readouterr().out
+
+
+def seconds(arguments: list[object], times: int) -> float:
+    """The least time of several: the machine may be busy."""
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        assert krnl_process(*arguments).returncode == 0
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def test_help_answers_at_once():
+    assert seconds(["--help"], 5) < 0.5
+
+
+def test_a_plan_needs_no_weights_and_little_time(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    said = krnl_process("plan", tmp_path).stdout
+    assert "no weights here" in said
+    # 1,235,814,400 parameters of 2 bytes, norms left out, as Llama 3.2 1B has them.
+    assert "2.30 GiB" in said
+    assert "peak" in said
+    assert seconds(["plan", tmp_path], 3) < 2.0
+    assert len(krnl_process("plan", tmp_path, "--dispatches").stdout.splitlines()) > 500
+
+
+def test_plan_and_train_agree(tmp_path, model, data):
+    """On layers and parameters, of a new adapter and of one to start from."""
+    given = ["--tokens", 512, "--rank", 4, "--targets", "q_proj", "o_proj"]
+    start_from: list[object] = []
+    for name in ("new", "further"):
+        out = tmp_path / name
+        plan = krnl_process("plan", model, *given, *start_from).stdout
+        said = krnl_process(
+            "train", "--model", model, "--data", data, "--out", out, *given, *start_from
+        ).stdout
+        found = [
+            re.search(r"adapters on (\d+) layers, ([\d,]+) trained", " ".join(text.split()))
+            for text in (plan, said)
+        ]
+        assert found[0] and found[1] and found[0].groups() == found[1].groups()
+        assert found[0][1] == "4"
+        # Of one to start from, the rank is its own.
+        given, start_from = ["--tokens", 512, "--rank", 9], ["--init-adapter", out]
+
+
+def test_names_are_printed_as_they_are(tmp_path, model, data):
+    """What looks like markup is none."""
+    out = tmp_path / "[red]run[1]"
+    ended = krnl_process("train", "--model", model, "--data", data, "--out", out, "--steps", 1)
+    assert ended.returncode == 0, ended.stderr
+    assert str(out) in ended.stdout
+    assert (out / "adapter_config.json").is_file()
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    process = subprocess.Popen(
+        command("plan", tmp_path, "--dispatches"),
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    process.wait()
+    assert said == b""
+
+
+LONG: dict[str, Any] = {"epochs": 20, "dropout": 0.2, "save_every": 1, "eval_every": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> Path:
+    """Sixty updates that nobody disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    ended = krnl_process("train", *flags(settings(model, data, out, **LONG)))
+    assert ended.returncode == 0, ended.stderr
+    assert "60 updates in" in ended.stdout
+    return out
+
+
+def start(out: Path, model: Path, data: Path, resume: bool) -> "subprocess.Popen[str]":
+    words = flags(settings(model, data, out, resume=resume, **LONG))
+    return subprocess.Popen(
+        command("train", *words),
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for(out: Path, lines: int, process: "subprocess.Popen[str]") -> None:
+    """Until the log has that many lines, or the process has ended."""
+    path = out / "metrics.jsonl"
+    while process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            return
+        time.sleep(0.001)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, model, data, whole):
+    out = tmp_path / "out"
+    with start(out, model, data, False) as process:
+        wait_for(out, 10, process)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 130
+    one_sentence(said, r"Stopped after update \d+ of 60; everything is saved\. .*--resume")
+    assert len(said.splitlines()) == 1
+    assert 0 < len(updates(out)) < 60
+    with start(out, model, data, True) as process:
+        assert process.wait() == 0
+    assert timeless(out) == timeless(whole)
+    assert adapter_bytes(out) == adapter_bytes(whole)
+
+
+def test_kill_9_at_any_moment(tmp_path, model, data, whole):
+    """A checkpoint is written after each update, so that many of the moments are inside one."""
+    seed = time.time_ns()
+    print(f"seed {seed}")  # which moments they are depends on the machine as well
+    out, random = tmp_path / "out", np.random.default_rng(seed)
+    for killed, more in enumerate((4, 9, 9, 9)):
+        with start(out, model, data, killed > 0) as process:
+            path = out / "metrics.jsonl"
+            before = path.read_bytes().count(b"\n") if path.exists() else 0
+            wait_for(out, before + more, process)
+            time.sleep(random.uniform(0, 0.03))
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, process.returncode
+        for name in checkpoints(out):
+            if not name.startswith("."):
+                content = sorted(path.name for path in (out / "checkpoints" / name).iterdir())
+                assert content == ["state.json", "state.safetensors"]
+    with start(out, model, data, True) as process:
+        said = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 0, said
+    assert timeless(out) == timeless(whole)
+    assert adapter_bytes(out) == adapter_bytes(whole)
+    last = "checkpoints/step-00000060/state.safetensors"
+    assert (out / last).read_bytes() == (whole / last).read_bytes()
+
+
+def test_ctrl_c_elsewhere_stops_at_once():
+    process = subprocess.Popen(
+        command("doctor"), env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said == "krnl: Stopped.\n"
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_files_that_may_not_grow(tmp_path, model, data, limit):
+    """The log, or the adapter, is too large for a limit of the system."""
+    out = tmp_path / "out"
+    ended = krnl_process(
+        "train", *flags(settings(model, data, out, epochs=3)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    one_sentence(ended.stderr, r"/out/\S+ cannot be written: File too large")
+    left = [path.name for path in out.rglob("*") if path.name.endswith(".tmp")]
+    assert not left
+
+
+@pytest.fixture
+def mounted() -> Iterator[Callable[..., Path]]:
+    """Mounts small file systems in memory, where this user may."""
+    places: list[Path] = []
+
+    def mount(folder: Path, options: str) -> Path:
+        folder.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        if not shutil.which("mount") or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("this user may not mount a file system")
+        places.append(folder)
+        return folder
+
+    yield mount
+    for folder in places:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_no_checkpoint(tmp_path, model, data, mounted, whole):
+    """The disk fills up in the middle of the run, which goes on once there is room."""
+    disk = mounted(tmp_path / "disk", "size=4m")
+    out = disk / "out"
+    with start(out, model, data, False) as process:
+        wait_for(out, 8, process)
+        filler = disk / "filler"
+        fill(filler)
+        said = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 2, said
+    one_sentence(said, r"/out/\S+ cannot be written: No space left on device")
+    assert len(said.splitlines()) == 1
+    filler.unlink()
+    with start(out, model, data, True) as process:
+        said = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 0, said
+    assert timeless(out) == timeless(whole)
+    assert adapter_bytes(out) == adapter_bytes(whole)
+
+
+def fill(path: Path) -> None:
+    """Writes until the disk is full."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(descriptor, bytes(4096))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, model, data, mounted):
+    if os.geteuid():
+        folder = tmp_path / "disk"
+        folder.mkdir(mode=0o500)
+    else:
+        folder = mounted(tmp_path / "disk", "ro")
+    ended = krnl_process("train", *flags(settings(model, data, folder / "out")))
+    assert ended.returncode == 2
+    one_sentence(ended.stderr, r"/out/\S+ cannot be written: (Read-only file|Permission denied)")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_loss_that_is_no_number_is_code_1(tmp_path, data):
+    folder = write_chat_model(tmp_path / "model")
+    tensors = {k: np.array(v) for k, v in read_tensors(folder / "model.safetensors")[0].items()}
+    tensors["model.norm.weight"][3] = np.nan
+    write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    ended = krnl_process("train", *flags(settings(folder, data, tmp_path / "out")))
+    assert ended.returncode == 1
+    one_sentence(ended.stderr, r"Update 1 has loss nan .*not applied\. The last good adapter is in")
+
+
+def test_the_doctor_passes():
+    ended = krnl_process("doctor")
+    assert ended.returncode == 0, ended.stdout
+    assert "pass" in ended.stdout and "FAIL" not in ended.stdout
