@@ -10,7 +10,8 @@
 namespace krnl {
 namespace {
 
-// How often an idle thread looks again before it sleeps: some tens of microseconds, the usual gap between two dispatches.
+// How often an idle thread looks again before it sleeps or yields: some tens of microseconds, the usual gap between two
+// dispatches.
 constexpr int kLooks = 4000;
 
 inline void relax() {
@@ -21,26 +22,23 @@ inline void relax() {
 #endif
 }
 
+// A job's pieces are claimed one by one from a single word: the job's number above, the next piece below. The caller waits
+// for pieces, not for threads: a worker that the system has not let run in time is not missed.
 class Pool {
  public:
-  ~Pool() { resize(1); }
-
   int count() const { return static_cast<int>(workers_.size()) + 1; }
 
   void resize(int count) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      leaving_ = true;
-      ticket_.fetch_add(1);
-    }
-    wake_.notify_all();
+    leaving_.store(true);
+    announce(next_job(), 0);
     for (auto& worker : workers_) worker.join();
     workers_.clear();
     for (void* memory : scratch_) std::free(memory);
     scratch_.clear();
-    leaving_ = false;
+    leaving_.store(false);
     for (int thread = 0; thread < count; thread++) scratch_.push_back(std::aligned_alloc(4096, kThreadScratch));
-    for (int thread = 1; thread < count; thread++) workers_.emplace_back([this, thread, seen = ticket_.load()] { serve(thread, seen); });
+    const uint64_t seen = job_of(claim_.load());
+    for (int thread = 1; thread < count; thread++) workers_.emplace_back([this, thread, seen] { serve(thread, seen); });
   }
 
   void* scratch(int thread) const { return scratch_[thread]; }
@@ -51,41 +49,69 @@ class Pool {
       for (int64_t i = 0; i < count; i++) piece(body, i, 0);
       return;
     }
-    piece_ = piece;
-    body_ = body;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
-    busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);  // a worker that is about to sleep must not miss the ticket
-      ticket_.fetch_add(1, std::memory_order_release);
-    }
-    if (sleepers_.load() > 0) wake_.notify_all();
-    work(0);
-    for (int look = 0; busy_.load(std::memory_order_acquire) > 0; look++) {
+    const uint64_t job = next_job();  // from here on no worker can claim a piece of the last job
+    piece_.store(piece, std::memory_order_relaxed);
+    body_.store(body, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    announce(job, 0);
+    work(job, 0);
+    for (int look = 0; done_.load(std::memory_order_acquire) < count; look++) {
       if (look < kLooks) relax();
       else std::this_thread::yield();
     }
   }
 
  private:
-  void work(int thread) {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) piece_(body_, i, thread);
+  static constexpr uint64_t kClosed = 0xffffffff;  // a piece number beyond every count
+
+  static uint64_t job_of(uint64_t claim) { return claim >> 32; }
+  static int64_t piece_of(uint64_t claim) { return static_cast<int64_t>(claim & kClosed); }
+
+  // Closes the current job for good; the new one is not open yet.
+  uint64_t next_job() {
+    const uint64_t job = (job_of(claim_.load(std::memory_order_relaxed)) + 1) & kClosed;
+    claim_.store(job << 32 | kClosed);
+    return job;
+  }
+
+  void announce(uint64_t job, uint64_t piece) {
+    claim_.store(job << 32 | piece);
+    if (sleepers_.load() == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }  // whoever is about to sleep has either seen the job or sleeps by now
+    wake_.notify_all();
+  }
+
+  void work(uint64_t job, int thread) {
+    uint64_t claim = claim_.load(std::memory_order_acquire);
+    for (;;) {
+      const Piece piece = piece_.load(std::memory_order_relaxed);
+      const void* body = body_.load(std::memory_order_relaxed);
+      const int64_t count = count_.load(std::memory_order_relaxed);
+      if (job_of(claim) != job || piece_of(claim) >= count) return;
+      // The exchange succeeds only while the job is open, and so only if what was read above is of this job.
+      if (!claim_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      piece(body, piece_of(claim), thread);
+      done_.fetch_add(1, std::memory_order_release);
+      claim = claim_.load(std::memory_order_acquire);
+    }
   }
 
   void serve(int thread, uint64_t seen) {
+    auto news = [&] { return job_of(claim_.load(std::memory_order_acquire)) != seen; };
     for (;;) {
-      for (int look = 0; look < kLooks && ticket_.load(std::memory_order_acquire) == seen; look++) relax();
-      if (ticket_.load(std::memory_order_acquire) == seen) {
+      for (int look = 0; look < kLooks && !news(); look++) relax();
+      if (!news()) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1);
-        wake_.wait(lock, [&] { return ticket_.load(std::memory_order_acquire) != seen; });
+        wake_.wait(lock, news);
         sleepers_.fetch_sub(1);
       }
-      seen = ticket_.load(std::memory_order_acquire);
-      if (leaving_) return;
-      work(thread);
-      busy_.fetch_sub(1, std::memory_order_release);
+      uint64_t claim;
+      while (piece_of(claim = claim_.load(std::memory_order_acquire)) == static_cast<int64_t>(kClosed)) relax();  // about to open
+      seen = job_of(claim);
+      if (leaving_.load()) return;
+      work(seen, thread);
     }
   }
 
@@ -93,13 +119,12 @@ class Pool {
   std::vector<void*> scratch_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> ticket_{0};
-  std::atomic<int> sleepers_{0}, busy_{0};
-  std::atomic<int64_t> next_{0};
-  int64_t count_ = 0;
-  Piece piece_ = nullptr;
-  const void* body_ = nullptr;
-  bool leaving_ = false;
+  std::atomic<uint64_t> claim_{kClosed};
+  std::atomic<int> sleepers_{0};
+  std::atomic<int64_t> count_{0}, done_{0};
+  std::atomic<Piece> piece_{nullptr};
+  std::atomic<const void*> body_{nullptr};
+  std::atomic<bool> leaving_{false};
 };
 
 Pool& pool() {
