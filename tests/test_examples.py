@@ -321,7 +321,13 @@ def test_report_counts():
     assert built.report.suggested_max_length % 64 == 0
     assert 0 <= built.report.suggested_max_length - built.report.longest < 64
     text = built.report.describe(live_share=0.5)
-    for part in (f"1, {built.report.tokens_cut} tokens lost", "3 (left out)", "50.0%", "a, b", "would cut none"):
+    for part in (
+        f"1, {built.report.tokens_cut} tokens lost",
+        "3 (left out)",
+        "50.0%",
+        "a, b",
+        "would cut none",
+    ):
         assert part in text
     assert "live" not in built.report.describe()
 

@@ -5,12 +5,14 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from krnl.errors import BackendError, ConfigError, KrnlError, TrainingError
 
 if TYPE_CHECKING:
     from krnl.training.config import TrainConfig
+
+    Settings = TypeVar("Settings", bound=TrainConfig)
 
 HELP = """usage: krnl COMMAND [OPTIONS]
 
@@ -19,6 +21,7 @@ KRNL fine-tunes large language models with LoRA on the machine you have.
 commands:
   train     fine-tune a model               krnl train examples/storyteller/train.yaml
   plan      memory and work of a run        krnl plan MODEL --tokens 2048
+  profile   where the time of a pass goes   krnl profile MODEL --tokens 1024
   generate  continue a prompt               krnl generate MODEL --adapter DIR "Tell me a story."
   merge     fold an adapter into its model  krnl merge MODEL ADAPTER OUT
   doctor    check this machine
@@ -79,26 +82,34 @@ def _parse(kind: type, name: str, arguments: list[str], default: Any = None) -> 
     return tyro.cli(kind, prog=f"krnl {name}", args=arguments, default=default)
 
 
-def _settings(name: str, arguments: list[str]) -> "TrainConfig":
-    """TrainConfig from an optional YAML file and flags, which win."""
-    from krnl.training.config import TrainConfig, from_yaml
+def _settings(
+    name: str, arguments: list[str], kind: "type[Settings]", bare_model: bool
+) -> "Settings":
+    """TrainConfig, or one of its kind, from an optional YAML file and flags, which win. Where a
+    `bare_model` is allowed, the first word may also be the model."""
+    from krnl.training.config import from_yaml
 
-    default = TrainConfig()
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        default, arguments = from_yaml(Path(arguments[0])), arguments[1:]
-    elif arguments and not arguments[0].startswith("-"):
+    first, is_word = arguments[0] if arguments else "", bool(arguments) and arguments[0][:1] != "-"
+    default = kind()
+    if is_word and first.endswith((".yaml", ".yml")):
+        default, arguments = kind(**vars(from_yaml(Path(first)))), arguments[1:]
+    elif is_word and bare_model:
+        default, arguments = kind(model=first), arguments[1:]
+    elif is_word:
         raise ConfigError(
-            f"'{arguments[0]}' is neither a .yaml file nor a flag; a model is given as --model."
+            f"'{first}' is neither a .yaml file nor a flag; a model is given as --model."
         )
-    settings: TrainConfig = _parse(TrainConfig, name, arguments, default)
+    settings: Settings = _parse(kind, name, arguments, default)
     return settings
 
 
 def train(arguments: list[str]) -> int:
     """krnl train [FILE.yaml] [flags]"""
-    config = _settings("train", arguments)
     from rich.console import Console
 
+    from krnl.training.config import TrainConfig
+
+    config = _settings("train", arguments, TrainConfig, bare_model=False)
     from krnl.training.loop import Interrupted
     from krnl.training.loop import train as run_training
 
@@ -113,31 +124,36 @@ def train(arguments: list[str]) -> int:
 
 
 def plan(arguments: list[str]) -> int:
-    """krnl plan [MODEL] [FILE.yaml] [flags of train] [--dispatches]"""
-    from dataclasses import replace
-
+    """krnl plan [MODEL | FILE.yaml] [flags of train] [--dispatches]"""
     from rich.console import Console
 
+    from krnl.options import PlanOptions
+
+    options = _settings("plan", arguments, PlanOptions, bare_model=True)
     from krnl.devices import activation_type, open_backend
     from krnl.planning import plan_run, print_plan
 
-    every = "--dispatches" in arguments
-    arguments = [a for a in arguments if a != "--dispatches"]
-    model = None
-    if (
-        arguments
-        and not arguments[0].startswith("-")
-        and not arguments[0].endswith((".yaml", ".yml"))
-    ):
-        model, arguments = arguments[0], arguments[1:]
-    config = _settings("plan", arguments)
-    if model is not None:
-        config = replace(config, model=model)
-    config = replace(config, data=config.data or "unused").check()
-    backend = open_backend(config.device)
-    print_plan(
-        plan_run(config, backend, activation_type(backend, config.precision)), Console(), every
-    )
+    options.check(needs_data=False)
+    backend = open_backend(options.device)
+    planned = plan_run(options, backend, activation_type(backend, options.precision))
+    print_plan(planned, Console(), options.dispatches)
+    return 0
+
+
+def profile(arguments: list[str]) -> int:
+    """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--dispatches] …"""
+    from rich.console import Console
+
+    from krnl.options import ProfileOptions
+
+    options = _settings("profile", arguments, ProfileOptions, bare_model=True)
+    from krnl.profile import print_profile, profile_run, write_profile
+
+    options.check(needs_data=False)
+    measured = profile_run(options, options.documents, options.labelled)
+    print_profile(measured, Console(markup=False), options.dispatches)
+    if options.json is not None:
+        write_profile(measured, Path(options.json))
     return 0
 
 
@@ -188,6 +204,7 @@ def doctor(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "plan": plan,
+    "profile": profile,
     "generate": generate,
     "merge": merge,
     "doctor": doctor,

@@ -6,6 +6,30 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from krnl.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class PlanOptions(TrainConfig):
+    """What a training run with these settings will hold, compute and launch."""
+
+    dispatches: bool = False
+    """List every dispatch instead of a summary."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions(TrainConfig):
+    """Where the time of a training pass goes: full capacity, random tokens."""
+
+    documents: int = 1
+    """Rows of equal length that the pass is made of."""
+    labelled: float = 1.0
+    """Share of the tokens that are targets."""
+    dispatches: bool = False
+    """List every dispatch instead of one line per kernel."""
+    json: str | None = None
+    """Also write every dispatch to this file."""
+
 
 @dataclass(frozen=True)
 class GenerateOptions:

@@ -22,6 +22,14 @@ class Limits:
     threads: int  # host threads that it uses
 
 
+@dataclass(frozen=True)
+class Roof:
+    """The most that a device was seen to do: operations a second by type, bytes read a second."""
+
+    flops: dict[DType, float]
+    nbytes: float
+
+
 class Memory(Protocol):
     """The allocated blocks of a layout."""
 

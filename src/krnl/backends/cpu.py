@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from krnl.backends.base import Limits, Memory
+from krnl.backends.base import Limits, Memory, Roof
 from krnl.dtypes import BF16, F16, F32, I32
 from krnl.errors import BackendError, ConfigError
 from krnl.kernels.cpu.table import TABLE, THREAD_SCRATCH
@@ -49,6 +49,8 @@ def _library(isa: str) -> ctypes.CDLL:
     library.krnl_find.restype = ctypes.c_void_p
     library.krnl_best_isa.restype = ctypes.c_char_p
     library.krnl_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    for name in ("krnl_peak_flops_f32", "krnl_peak_flops_bf16", "krnl_peak_bytes"):
+        getattr(library, name).restype = ctypes.c_double
     library.krnl_time.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return library
 
@@ -203,6 +205,14 @@ class CpuBackend:
             activations=native,
             threads=threads,
         )
+
+    def measure_roof(self) -> Roof:
+        """Takes about half a second of all threads."""
+        flops = {
+            F32: self._library.krnl_peak_flops_f32(),
+            BF16: self._library.krnl_peak_flops_bf16(),
+        }
+        return Roof(flops, self._library.krnl_peak_bytes())
 
     def allocate(self, layout: Layout) -> CpuMemory:
         return CpuMemory(layout)

@@ -5,7 +5,12 @@ reaches and where a sequence lies in a cache are all said by these two numbers."
 
 import numpy as np
 
-from krnl.plan.op import op, product
+from krnl.plan.op import Dims, op, product
+
+
+def _visible(d: Dims) -> int:
+    """Pairs of a query and a key that it sees: as told, else half of the square."""
+    return int(d.get("visible", d["n"] * d.get("m", d["n"]) // 2))
 
 
 def _spread(x, heads):
@@ -26,8 +31,7 @@ def _probabilities(q, k, start, stop, scale):
 
 @op(
     "q[n,h,d] k[m,g,d] v[m,g,d] start[n]:i32 stop[n]:i32 live -> o[n,h,d] lse[n,h]:f32",
-    # Half of the n x m scores at most are visible when queries are keys.
-    flops=lambda d: 2 * product(d, "n", "m", "h", "d"),
+    flops=lambda d: 4 * _visible(d) * product(d, "h", "d"),
 )
 def attention(q, k, v, start, stop, *, scale):
     """o = softmax(scale · q kᵀ) v over the visible keys; lse is the log of the softmax's
@@ -40,7 +44,7 @@ def attention(q, k, v, start, stop, *, scale):
 @op(
     "do[n,h,d] q[n,h,d] k[n,g,d] v[n,g,d] o[n,h,d] lse[n,h]:f32 start[n]:i32 live -> dq[n,h,d] "
     "dk[n,g,d] dv[n,g,d]",
-    flops=lambda d: 5 * product(d, "n", "n", "h", "d"),
+    flops=lambda d: 10 * _visible(d) * product(d, "h", "d"),
 )
 def attention_backward(do, q, k, v, o, lse, start, *, scale):
     """Gradients of `attention` with stop[i] = i + 1 and start never decreasing. dP = dO Vᵀ, dS = P

@@ -96,14 +96,14 @@ class TrainConfig:
     show: int | None = None
     """Print this many rows with the trained tokens in colour, and stop."""
 
-    def check(self) -> "TrainConfig":
-        """Itself, or a ConfigError that names the field."""
+    def check(self, needs_data: bool = True) -> None:
+        """ConfigError that names the field, if any setting cannot be used."""
         if not self.model:
             raise ConfigError(
                 "model is missing: give a folder or a hub id, e.g. --model "
                 "HuggingFaceTB/SmolLM2-135M."
             )
-        if not self.data:
+        if needs_data and not self.data:
             raise ConfigError("data is missing: give a .jsonl file or a folder with train.jsonl.")
         if not self.out:
             raise ConfigError("out is empty: give a folder for the adapter.")
@@ -132,7 +132,6 @@ class TrainConfig:
         self._require("memory_limit", lambda v: v is None or 0 < v < math.inf, "above 0")
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other.")
-        return self
 
     def _require(self, name: str, fits: Callable[[Any], bool], rule: str) -> None:
         value = getattr(self, name)

@@ -17,6 +17,8 @@ from krnl.models.training_programs import Recompute, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer
+from krnl.plan.op import LIVE
+from krnl.plan.step import Call
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,19 @@ class Session:
         """Adds a pass of update number `update` to the sums."""
         self._feed(work, update)
         self._accumulate.run()
+
+    def time_accumulate(self, work: Pass) -> list[float]:
+        """Seconds of every dispatch of `accumulate` on a pass, run one by one."""
+        self._feed(work, 0)
+        return self._accumulate.time()
+
+    def live_rows(self, call: Call) -> int | None:
+        """How many rows were live in a call's last run; None for ops that have no such count."""
+        for parameter, argument in zip(call.op.inputs, call.inputs, strict=True):
+            if parameter.name == LIVE:
+                assert isinstance(argument, Buffer)
+                return int(self._memory.read(argument)[0])
+        return None
 
     def update(self, hyper: np.ndarray) -> tuple[float, float]:
         """Applies the summed gradients. Returns the summed loss and the norm of the mean gradient;
