@@ -1,0 +1,158 @@
+"""Interleaves training steps of KRNL and its peers; prints medians and ratios. See README.md."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# A step counts if the machine's peak beside it was at least this share of the best seen.
+QUIET = 0.9
+TRIES = 4
+# glibc keeps what is freed, and asks for huge pages: worth 15 to 30 % to PyTorch.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+class Worker:
+    """A process that does one step for each line it is sent."""
+
+    def __init__(self, python: str, script: str, given: list[str], environment: dict[str, str]):
+        command = [python, str(HERE / script), *given]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            text=True,
+        )
+        self.hello = self._answer()
+
+    def ask(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args} ended with {self.process.wait()}.")
+        return dict(json.loads(line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--krnl", default=sys.executable)
+    parser.add_argument("--peft")
+    parser.add_argument("--mlx")
+    parser.add_argument("--preload", help="library that answers for mlx's BLAS")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--chat", action="store_true", help="varying lengths, a third labelled")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each tool that count")
+    parser.add_argument(
+        "--compiled", action="store_true", help="also torch.compile (slow to start)"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/krnl-peers"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = options.folder / options.model
+    make = f"import sys; sys.path.insert(0, {str(HERE)!r}); import shapes, pathlib; "
+    make += f"shapes.make({options.model!r}, pathlib.Path({str(folder)!r}))"
+    subprocess.run([options.krnl, "-c", make], check=True)
+    given = ["--model", str(folder), "--rows", str(options.rows), "--length", str(options.length)]
+    given += ["--chat"] * options.chat
+    tools: dict[str, tuple[str, str, str, dict[str, str]]] = {
+        "krnl": (options.krnl, "work_krnl.py", "", {})
+    }
+    if options.peft:
+        tools["peft"] = (options.peft, "work_peft.py", "plain", {})
+        tools["peft-tuned"] = (options.peft, "work_peft.py", "tuned", KEEP_MEMORY)
+    if options.peft and options.compiled:
+        tools["peft-compiled"] = (options.peft, "work_peft.py", "tuned-compiled", KEEP_MEMORY)
+    if options.mlx:
+        preload = {"LD_PRELOAD": options.preload} if options.preload else {}
+        tools["mlx"] = (options.mlx, "work_mlx.py", "", {**KEEP_MEMORY, **preload})
+    control = Worker(options.krnl, "work_control.py", [], {})
+    workers = {}
+    for name, (python, script, variant, environment) in tools.items():
+        started = ["--variant", variant, "--started", str(time.time())]
+        workers[name] = Worker(python, script, given + started, environment)
+    results = measure(workers, control, options.steps)
+    report(results, workers, options)
+    for worker in (*workers.values(), control):
+        worker.close()
+
+
+def measure(
+    workers: dict[str, Worker], control: Worker, steps: int
+) -> dict[str, list[dict[str, Any]]]:
+    """One step of each tool in turn; one beside which the machine was busy is tried again."""
+    best = max(control.ask()["bf16"] for _ in range(3))
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+    for _ in range(steps):
+        for name, worker in workers.items():
+            attempts = []
+            for _ in range(TRIES):
+                before = control.ask()["bf16"]
+                step = worker.ask()
+                after = control.ask()["bf16"]
+                best = max(best, before, after)
+                step["quiet"] = min(before, after) / best
+                attempts.append(step)
+                if step["quiet"] >= QUIET:
+                    break
+            results[name].append(max(attempts, key=lambda step: step["quiet"]))
+    print(f"peak of the machine: {best / 1e9:,.0f} GFLOP/s in bf16")
+    return results
+
+
+def report(
+    results: dict[str, list[dict[str, Any]]],
+    workers: dict[str, Worker],
+    options: argparse.Namespace,
+) -> None:
+    """Prints the table; ratios are of KRNL to each."""
+    seconds = {
+        name: statistics.median(s["seconds"] for s in steps) for name, steps in results.items()
+    }
+    peak = {name: max(s["peak"] for s in steps) for name, steps in results.items()}
+    kind = "chat" if options.chat else "all labelled"
+    print(f"{options.model}, {options.rows} x {options.length}, {kind}, medians of {options.steps}")
+    head = ("", "s/step", "range", "KRNL is", "MiB", "KRNL uses", "first step")
+    print("{:15} {:>8} {:>15} {:>8} {:>7} {:>9} {:>10}".format(*head))
+    rows = []
+    for name, steps in results.items():
+        times = [s["seconds"] for s in steps]
+        spread = f"{min(times):.3f} – {max(times):.3f}"
+        faster, smaller = seconds[name] / seconds["krnl"], peak["krnl"] / peak[name]
+        first = workers[name].hello["first"]
+        mebibytes = peak[name] / 2**20
+        print(
+            f"{name:15} {seconds[name]:8.3f} {spread:>15} {faster:7.2f}x {mebibytes:7,.0f} "
+            f"{smaller:8.2f}x {first:9.1f}s"
+        )
+        rows.append({"tool": name, "steps": steps, "first": first})
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
