@@ -366,7 +366,6 @@ def test_a_file_is_not_a_model_folder(tmp_path):
     [
         ("GatedRepoError", "owner/name is gated"),
         ("RepositoryNotFoundError", "nor a model on the hub"),
-        ("RevisionNotFoundError", "has no revision 'v9'"),
         ("LocalEntryNotFoundError", "the hub cannot be reached"),
         ("OfflineModeIsEnabled", "could not be downloaded"),
     ],
@@ -381,7 +380,7 @@ def test_download_errors_are_sentences(monkeypatch, error, message):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ConfigError, match=message):
-        resolve("owner/name", "v9")
+        resolve("owner/name")
 
 
 def test_a_hub_id_downloads_only_what_is_read(monkeypatch, tmp_path):
@@ -393,7 +392,10 @@ def test_a_hub_id_downloads_only_what_is_read(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve("owner/name", "main") == tmp_path
-    assert asked["name"] == "owner/name" and asked["revision"] == "main"
-    assert "config.json" in asked["allow_patterns"]
+    assert resolve("owner/name") == tmp_path
+    assert asked["name"] == "owner/name"
+    assert {"config.json", "model*.safetensors"} <= set(asked["allow_patterns"])
     assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    assert resolve("owner/name", weights=False) == tmp_path
+    assert "config.json" in asked["allow_patterns"]
+    assert not any("safetensors" in pattern for pattern in asked["allow_patterns"])

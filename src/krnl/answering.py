@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,7 @@ def answer(options: GenerateOptions) -> None:
         prompts = [prompt_ids(model.tokenizer, options.prompt, options.raw)]
     else:
         assert options.messages is not None
-        prompts = conversation_ids(model, Path(options.messages), options.answer_last)
+        prompts = conversation_ids(model, Path(options.messages).expanduser(), options.answer_last)
     request = Request(prompts, options.max_tokens, sampling)
     backend = open_backend(options.device)
     activation = activation_type(backend, options.precision)
@@ -54,7 +56,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> np.ndarr
     """Token ids of a prompt: as a user's turn if the tokenizer has a chat template, unless it is
     `raw`."""
     if tokenizer.has_template and not raw:
-        return _chat_ids(tokenizer, [{"role": "user", "content": prompt}], None)
+        return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
     return tokenizer.encode(prompt).ids
 
 
@@ -78,7 +80,7 @@ def conversation_ids(model: Model, path: Path, answer_last: bool) -> list[np.nda
                 f"{row.where} leaves nothing to answer: its last turn is the assistant's. Give "
                 "--answer-last to answer it anew."
             )
-        ids = _chat_ids(model.tokenizer, messages, row.tools)
+        ids = chat_ids(model.tokenizer, messages, row.tools)
         if len(ids) > limit:
             raise DataError(
                 f"{row.where} has {len(ids):,} tokens; with room for an answer the limit of this "
@@ -88,8 +90,11 @@ def conversation_ids(model: Model, path: Path, answer_last: bool) -> list[np.nda
     return prompts
 
 
-def _chat_ids(tokenizer: Tokenizer, messages: list[Message], tools: object) -> np.ndarray:
-    text = tokenizer.render(messages, add_generation_prompt=True, tools=tools)  # type: ignore[arg-type]
+def chat_ids(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+) -> np.ndarray:
+    """Token ids of a conversation, up to where the assistant answers."""
+    text = tokenizer.render(list(messages), add_generation_prompt=True, tools=tools)
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

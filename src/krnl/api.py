@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from krnl.answering import prompt_ids
+from krnl.answering import chat_ids, prompt_ids
 from krnl.data.template import Message
 from krnl.devices import activation_type, open_backend
 from krnl.errors import ConfigError
@@ -47,10 +47,16 @@ def train(
 ) -> Result:
     """Fine-tunes; `settings` are those of `krnl train` (lr=1e-4, epochs=3, …). The adapter is in
     `out` afterwards."""
-    folder = str(model.folder) if isinstance(model, Model) else str(model)
-    adapter = lora or Lora()
-    given = {**vars(adapter), **settings}
-    config = from_dict({**given, "model": folder, "data": str(data), "out": str(out)}, "krnl.train")
+    name = model.name if isinstance(model, Model) else str(model)
+    if lora is not None and not isinstance(lora, Lora):
+        raise ConfigError(f"lora is {lora!r}; give krnl.Lora(rank=…, alpha=…, …).")
+    adapter = vars(lora) if lora is not None else {}
+    given = {"model": name, "data": str(data), "out": str(out), **adapter}
+    twice = sorted(given.keys() & settings.keys())
+    if twice:
+        raise ConfigError(f"{twice[0]} is given twice.")
+    words = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+    config = from_dict({**given, **words}, "krnl.train")
     if config.show is not None:
         raise ConfigError("show is for the command line.")
     result = run_training(config, Console(quiet=quiet, markup=False))
@@ -74,9 +80,10 @@ def generate(
     tokenizer = opened.tokenizer
     if isinstance(prompt, str):
         ids = prompt_ids(tokenizer, prompt)
+    elif isinstance(prompt, (list, tuple)):
+        ids = chat_ids(tokenizer, prompt)
     else:
-        text = tokenizer.render(list(prompt), add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        raise ConfigError(f"prompt is {prompt!r}; give text, or a list of messages.")
     request = Request([ids], max_tokens, Sampling(temperature, top_p, seed))
     backend = open_backend(device)
     loaded = opened.read_adapter(Path(adapter).expanduser()) if adapter is not None else None

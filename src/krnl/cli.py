@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from krnl.errors import BackendError, ConfigError, KrnlError, TrainingError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from krnl.training.config import TrainConfig
 
     Settings = TypeVar("Settings", bound=TrainConfig)
@@ -68,11 +70,22 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; there is nobody to tell
         return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        return _complain(f"The output cannot be written: {error.strerror or error}.", 1)
 
 
 def _complain(message: str, code: int) -> int:
     print(f"krnl: {message}", file=sys.stderr)
     return code
+
+
+def _console(markup: bool = True) -> "Console":
+    """Standard output. Where it is no terminal, tables are not squeezed."""
+    from rich.console import Console
+
+    return Console(markup=markup, width=None if sys.stdout.isatty() else 160)
 
 
 def _parse(kind: type, name: str, arguments: list[str], default: Any = None) -> Any:
@@ -105,15 +118,13 @@ def _settings(
 
 def train(arguments: list[str]) -> int:
     """krnl train [FILE.yaml] [flags]"""
-    from rich.console import Console
-
     from krnl.training.config import TrainConfig
 
     config = _settings("train", arguments, TrainConfig, bare_model=False)
     from krnl.training.loop import Interrupted
     from krnl.training.loop import train as run_training
 
-    console = Console(markup=False)
+    console = _console(markup=False)
     try:
         result = run_training(config, console)
     except Interrupted as interrupted:
@@ -125,8 +136,6 @@ def train(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """krnl plan [MODEL | FILE.yaml] [flags of train] [--dispatches]"""
-    from rich.console import Console
-
     from krnl.options import PlanOptions
 
     options = _settings("plan", arguments, PlanOptions, bare_model=True)
@@ -136,14 +145,12 @@ def plan(arguments: list[str]) -> int:
     options.check(needs_data=False)
     backend = open_backend(options.device)
     planned = plan_run(options, backend, activation_type(backend, options.precision))
-    print_plan(planned, Console(), options.dispatches)
+    print_plan(planned, _console(), options.dispatches)
     return 0
 
 
 def profile(arguments: list[str]) -> int:
     """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--dispatches] …"""
-    from rich.console import Console
-
     from krnl.options import ProfileOptions
 
     options = _settings("profile", arguments, ProfileOptions, bare_model=True)
@@ -151,7 +158,7 @@ def profile(arguments: list[str]) -> int:
 
     options.check(needs_data=False)
     measured = profile_run(options, options.documents, options.labelled)
-    print_profile(measured, Console(markup=False), options.dispatches)
+    print_profile(measured, _console(markup=False), options.dispatches)
     if options.json is not None:
         write_profile(measured, Path(options.json))
     return 0
@@ -194,11 +201,9 @@ def doctor(arguments: list[str]) -> int:
     """krnl doctor"""
     if arguments:
         raise ConfigError("`krnl doctor` takes no options.")
-    from rich.console import Console
-
     from krnl.doctor import examine
 
-    return 0 if examine(Console()) else 1
+    return 0 if examine(_console()) else 1
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

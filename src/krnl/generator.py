@@ -242,7 +242,7 @@ def open_generator(
     request: Request,
 ) -> Generator:
     """A generator just large enough for a request, within the positions that the model knows."""
-    if request.longest_answer < 1:
+    if type(request.longest_answer) is not int or request.longest_answer < 1:
         raise ConfigError(f"max_tokens is {request.longest_answer}; it must be at least 1.")
     longest = max(len(prompt) for prompt in request.prompts)
     limit = model.config.max_positions

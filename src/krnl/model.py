@@ -9,9 +9,10 @@ import numpy as np
 
 from krnl.backends.base import Memory
 from krnl.data.tokenizer import Tokenizer
-from krnl.dtypes import BF16, BY_NAME, F16, F32, DType
+from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import ConfigError
 from krnl.formats import hub
+from krnl.formats.files import read_json
 from krnl.formats.peft import AdapterConfig, Modules, check_fits, read_adapter
 from krnl.formats.safetensors import Checkpoint
 from krnl.models import config as model_config
@@ -23,8 +24,10 @@ from krnl.plan.buffer import FileRegion
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint folder whose tensors are those that its config calls for."""
+    """A checkpoint folder whose tensors are those that its config calls for. `name` is what it was
+    opened by, a path or a hub id."""
 
+    name: str
     folder: Path
     config: ModelConfig
     checkpoint: Checkpoint
@@ -37,7 +40,7 @@ class Model:
         config = model_config.load(folder)
         checkpoint = Checkpoint.open(folder)
         checkpoint.check(tensor_shapes(config), config.tie_word_embeddings)
-        return cls(folder, config, checkpoint)
+        return cls(name, folder, config, checkpoint)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -46,8 +49,8 @@ class Model:
         if tokenizer.vocab_size > self.config.vocab_size:
             raise ConfigError(
                 f"{self.folder}: the tokenizer makes ids up to {tokenizer.vocab_size - 1}, but the "
-                "model's "
-                f"vocabulary ends at {self.config.vocab_size - 1}. The two do not belong together."
+                f"model's vocabulary ends at {self.config.vocab_size - 1}. The two do not belong "
+                "together."
             )
         return tokenizer
 
@@ -105,17 +108,14 @@ def initial_modules(
         rank = config.rank_for(path)
         entropy = [seed, *path.encode()]
         bound = in_features**-0.5
-        a = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).uniform(
-            -bound, bound, (rank, in_features)
-        )
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        a = random.uniform(-bound, bound, (rank, in_features))
         modules[path] = (a.astype(np.float32), np.zeros((out_features, rank), np.float32))
     return modules
 
 
 def stored_dtype(folder: Path) -> DType:
-    """The type that config.json says the weights have; bf16 where it does not say."""
-    import json
-
-    content = json.loads((folder / "config.json").read_text("utf-8"))
-    name = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16")
-    return {"float32": F32, "float16": F16, "bfloat16": BF16}.get(name, BY_NAME["bf16"])
+    """The type that config.json says the weights have; bf16 where it names none that KRNL reads."""
+    content = read_json(folder / "config.json")
+    name = content.get("dtype") or content.get("torch_dtype")
+    return {"float32": F32, "float16": F16}.get(str(name), BF16)

@@ -1,5 +1,5 @@
-"""`krnl plan`: what a training run will hold, compute and launch, without a device and without
-weights."""
+"""`krnl plan`: what a training run will hold, compute and launch, before anything is allocated. It
+needs config.json alone; weights, tokenizer and data are taken into account where they are here."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ from krnl.models import config as model_config
 from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
 from krnl.training.config import TrainConfig
-from krnl.training.loop import adapter_config
-from krnl.training.memory import gib, memory_use
+from krnl.training.loop import adapter_config, load_data
+from krnl.training.memory import MemoryUse, gib, memory_use
 from krnl.training.session import TrainingPlan, plan_training
 
 
@@ -31,6 +31,7 @@ class Planned:
 
     name: str
     training: TrainingPlan
+    use: MemoryUse
     backend: Backend
     precision: str
     trained: int
@@ -39,21 +40,27 @@ class Planned:
 
 
 def plan_run(config: TrainConfig, backend: Backend, activation: DType) -> Planned:
-    """Plans the run that `krnl train` would make of these settings; `data` is not needed."""
+    """Plans the run that `krnl train` would make of these settings; `data` may be missing."""
     folder = _folder(config.model)
     shape = model_config.load(folder)
     has_weights = (folder / SINGLE).exists() or (folder / INDEX).exists()
-    weights = (
-        Model.open(str(folder)).weights()
-        if has_weights
-        else imagined_weights(shape, stored_dtype(folder))
-    )
+    if has_weights:
+        model = Model.open(str(folder))
+        weights = model.weights()
+        # What they take in memory counts as the process's own.
+        loaded = load_data(config, model) if config.data else None
+    else:
+        weights, loaded = imagined_weights(shape, stored_dtype(folder)), None
     adapter, paths = _adapter(config, shape)
     training = plan_training(
         shape, weights, adapter, paths, backend, activation, config.tokens, config.recompute
     )
     trained = training.decoder.trainable.size
-    return Planned(shape.name, training, backend, str(activation), trained, len(paths), has_weights)
+    use = memory_use(training, backend)
+    del loaded
+    return Planned(
+        shape.name, training, use, backend, str(activation), trained, len(paths), has_weights
+    )
 
 
 def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
@@ -67,7 +74,7 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,
     )
-    use = memory_use(training, planned.backend)
+    use = planned.use
     memory = Table("memory", "bytes", box=None, pad_edge=False)
     memory.columns[1].justify = "right"
     for name, nbytes in use.parts().items():
@@ -122,4 +129,8 @@ def _folder(model: str) -> Path:
     if not model:
         raise ConfigError("model is missing: give a folder or a hub id.")
     path = Path(model).expanduser()
-    return path.parent if path.name == "config.json" and path.is_file() else hub.resolve(model)
+    return (
+        path.parent
+        if path.name == "config.json" and path.is_file()
+        else hub.resolve(model, weights=False)
+    )

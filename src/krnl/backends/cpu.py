@@ -3,6 +3,8 @@
 import ctypes
 import mmap
 import os
+import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +39,10 @@ _DISPATCH = np.dtype(
 _TYPE_CODES = {F32: 0, F16: 1, BF16: 2, I32: 3}
 
 
+# A library's threads serve one caller at a time.
+_POOL = threading.Lock()
+
+
 @cache
 def _library(isa: str) -> ctypes.CDLL:
     path = Path(__file__).parent.parent / "kernels" / "cpu" / f"krnl_cpu_{isa}.so"
@@ -51,6 +57,8 @@ def _library(isa: str) -> ctypes.CDLL:
     library.krnl_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     for name in ("krnl_peak_flops_f32", "krnl_peak_flops_bf16", "krnl_peak_bytes"):
         getattr(library, name).restype = ctypes.c_double
+    library.krnl_threads.restype = ctypes.c_int
+    os.register_at_fork(after_in_child=library.krnl_forget_threads)
     library.krnl_time.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return library
 
@@ -77,7 +85,7 @@ def _chosen_threads() -> int:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-    if not text.isdigit() or not 1 <= int(text) <= 1024:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
         raise ConfigError(
             f"{THREADS_VARIABLE} is '{text}'; it must be a number of threads from 1 to 1024."
         )
@@ -119,7 +127,8 @@ def _reserve(nbytes: int) -> np.ndarray:
     # reused every step.
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # some kernels are built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
@@ -140,11 +149,15 @@ class CpuProgram:
             self._fill(record, dispatch)
 
     def run(self) -> None:
-        self._library.krnl_run(self._records.ctypes.data, len(self._records))
+        with _POOL:
+            self._library.krnl_run(self._records.ctypes.data, len(self._records))
 
     def time(self) -> list[float]:
         seconds = np.zeros(len(self._records))
-        self._library.krnl_time(self._records.ctypes.data, len(self._records), seconds.ctypes.data)
+        with _POOL:
+            self._library.krnl_time(
+                self._records.ctypes.data, len(self._records), seconds.ctypes.data
+            )
         return [float(s) for s in seconds]
 
     def _fill(self, record: np.void, dispatch: Dispatch) -> None:
@@ -194,9 +207,14 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self.isa = _chosen_isa()
-        threads = _chosen_threads()
+        wanted = _chosen_threads()
         self._library = _library(self.isa)
-        self._library.krnl_threads(threads)
+        with _POOL:
+            threads = int(self._library.krnl_threads(wanted))
+        if threads < wanted:
+            raise BackendError(
+                f"The system grants {threads} of {wanted} threads. Set {THREADS_VARIABLE}."
+            )
         native = (BF16, F32) if self.isa == "avx512bf16" else (F32, BF16)
         self.limits = Limits(
             memory=_physical_memory(),
@@ -208,11 +226,12 @@ class CpuBackend:
 
     def measure_roof(self) -> Roof:
         """Takes about half a second of all threads."""
-        flops = {
-            F32: self._library.krnl_peak_flops_f32(),
-            BF16: self._library.krnl_peak_flops_bf16(),
-        }
-        return Roof(flops, self._library.krnl_peak_bytes())
+        with _POOL:
+            flops = {
+                F32: self._library.krnl_peak_flops_f32(),
+                BF16: self._library.krnl_peak_flops_bf16(),
+            }
+            return Roof(flops, self._library.krnl_peak_bytes())
 
     def allocate(self, layout: Layout) -> CpuMemory:
         return CpuMemory(layout)
@@ -223,4 +242,8 @@ class CpuBackend:
 
 
 def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of this machine, or of the container that the process is confined to."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        return min(physical, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return physical

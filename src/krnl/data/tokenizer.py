@@ -167,8 +167,11 @@ class Tokenizer:
 
         With `add_special_tokens` the result is what `surround` makes of it. Rendered conversations
         are encoded without: a template writes every token it wants, and programs that serve the
-        model add none either.
+        model add none either. DataError for half a surrogate pair, which is no text.
         """
+        for text in texts:
+            if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise DataError("The text holds half a surrogate pair, which no encoding has.")
         encodings = [
             Encoding(
                 np.array(found.ids, np.int32), np.array(found.offsets, np.int32).reshape(-1, 2)

@@ -9,24 +9,23 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 # What KRNL reads, and nothing else: many repositories also hold the same weights in other formats.
 # Sub-folders never match, since a pattern has to match from the first character of the path.
-PATTERNS = (
+SETTINGS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.*",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_config.json",
-    "adapter_model.safetensors",
+    "additional_chat_templates/*",
 )
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of a model or adapter given as a path or as a hub id, owner/name.
+def resolve(model: str, weights: bool = True) -> Path:
+    """The folder of a model given as a path or as a hub id, owner/name.
 
-    A folder that exists is taken as it is. ConfigError if there is neither or the download fails.
+    A folder that exists is taken as it is. From the hub the weights come only if wanted.
+    ConfigError if there is neither or the download fails.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -39,21 +38,20 @@ def resolve(model: str, revision: str | None = None) -> Path:
         raise ConfigError(
             f"{model!r} is neither a folder that exists nor a hub id of the form owner/name."
         )
-    return _download(model, revision)
+    return _download(model, SETTINGS + WEIGHTS if weights else SETTINGS)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, patterns: tuple[str, ...]) -> Path:
     # Imported late: it costs a noticeable part of a second, which a local folder need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
-        RevisionNotFoundError,
     )
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except GatedRepoError as error:
         raise ConfigError(
             f"{model} is gated. Accept its licence on the hub, then log in with `hf auth login`."
@@ -63,8 +61,6 @@ def _download(model: str, revision: str | None) -> Path:
             f"{model} is neither a folder here nor a model on the hub, "
             "or it is private and you are not logged in."
         ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{model} has no revision {revision!r} on the hub.") from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"{model} is no folder here, not in the download cache, and the hub cannot be reached."

@@ -107,7 +107,8 @@ class TrainConfig:
             raise ConfigError("data is missing: give a .jsonl file or a folder with train.jsonl.")
         if not self.out:
             raise ConfigError("out is empty: give a folder for the adapter.")
-        for name in ("batch_size", "tokens", "epochs", "steps", "eval_every", "save_every", "show"):
+        self._require("tokens", lambda v: 2 <= v < 2**24, "from 2 to 16,777,215")
+        for name in ("batch_size", "epochs", "steps", "eval_every", "save_every", "show"):
             self._require(name, lambda v: v is None or v >= 1, "at least 1")
         self._require(
             "max_length",

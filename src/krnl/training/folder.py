@@ -1,8 +1,11 @@
 """The folder of a run: whose it is, what a resumed run must not change, what is cleared away."""
 
+import fcntl
 import hashlib
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,9 @@ SAVED_CONFIG = "train.json"
 
 # Settings that say how a command runs, not what the run is.
 MANNER = {"resume", "overwrite", "show"}
-# Settings that may differ between a run and its resumption: they change no number.
-FREE = {"out", "save_every", "memory_limit", "recompute"}
+# Settings that may differ between a run and its resumption: they change no number. Of files, what
+# is in them counts, not what they are called.
+FREE = {"out", "save_every", "memory_limit", "recompute", "model", "data", "valid", "init_adapter"}
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
@@ -53,18 +57,38 @@ def identity(
     }
 
 
-def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Saved | None:
-    """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from
-    when resuming; ConfigError if the folder is not free, or its run is another one."""
-    outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it; leaves no empty one behind. ConfigError if a
+    run is in it, or if there can be no such folder."""
     try:
-        left = [name for name in outputs if (out / name).exists()]
+        made = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except FileExistsError as error:
+        raise ConfigError(f"out is {out}, which is a file; give a folder.") from error
     except OSError as error:
         raise ConfigError(
             f"out is {out}, which cannot be used: {error.strerror or error}."
         ) from error
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"out is {out}, which is a file; give a folder.")
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"Another run is using {out}; give another --out.") from error
+        yield
+    finally:
+        os.close(descriptor)
+        if made:
+            with suppress(OSError):  # it holds something, as it should
+                out.rmdir()
+
+
+def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Saved | None:
+    """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from
+    when resuming; ConfigError if the folder is not free, or its run is another one."""
+    outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
+    left = [name for name in outputs if (out / name).exists()]
     saved = None
     if config.resume:
         saved = _checkpoint(out, run, bool(left))

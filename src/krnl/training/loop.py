@@ -87,11 +87,12 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
         for example in data.train.examples[: config.show]:
             console.print(show(example, model.tokenizer), end="\n\n")
         return None
-    run = Run(config, model, data, console)
-    with closing(run.metrics), stop_signals() as stop:
-        result = run.go(stop)
-    del run  # drawing takes memory of its own, which the plan knows nothing of
-    draw(result.out)
+    with folder.held(Path(config.out).expanduser()):
+        run = Run(config, model, data, console)
+        with closing(run.metrics), stop_signals() as stop:
+            result = run.go(stop)
+        del run  # drawing takes memory of its own, which the plan knows nothing of
+        draw(result.out)
     return result
 
 
@@ -203,6 +204,8 @@ class Run:
                 if last or self._due(self.config.save_every) or stop.is_set():
                     self._save()
                 if stop.is_set() and not last:
+                    if not (self.out / ADAPTER_CONFIG).exists():
+                        self._write_adapter()
                     raise Interrupted(
                         f"Stopped after update {self.progress.step} of {len(self.order)}; "
                         "everything is saved. Give the same command with --resume to go on."
@@ -317,13 +320,19 @@ class Run:
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
             f"{len(modules)} layers, {trained:,} trained parameters, at most "
             f"{gib(self.use.total)} of memory\n"
-            f"{len(self.order):,} updates of {self.config.batch_size} rows\n"
+            f"{len(self.order):,} updates of up to {self.config.batch_size} rows\n"
             + self.data.train.report.describe(
                 live_share(work for passes in epoch for work in passes)
             ),
             highlight=False,
             soft_wrap=True,
         )
+        if not self.adapter.uniform(modules):
+            self.console.print(
+                "note: vLLM reads rank and alpha alone; with rank_pattern or alpha_pattern it "
+                "would scale this adapter wrongly",
+                soft_wrap=True,
+            )
 
 
 def _perplexity(loss: float) -> float:

@@ -31,9 +31,10 @@ Blocking choose_blocking(const Product<parts>& product, int64_t threads) {
   b.vectors = ceil_div(product.columns, W);
   b.panels = ceil_div(b.vectors, kTileVectors);
   b.strips = ceil_div(product.rows, MR);
-  const Sum& sum = product.sums[0];
-  const double short_stretches = sum.terms[0].b.along ? 0.5 : 3;
-  const int64_t room = kPanelBytes / (int64_t{sizeof(float)} * NR * parts), cells = sum.template cells<Cell>();
+  const double short_stretches = product.sums[0].terms[0].b.along ? 0.5 : 3;
+  const int64_t room = kPanelBytes / (int64_t{sizeof(float)} * NR * parts);
+  int64_t cells = 0;
+  for (const Sum& sum : product.sums) cells = std::max(cells, sum.template cells<Cell>());
   b.chunks = std::max<int64_t>(1, ceil_div(cells * std::min<int64_t>(2, b.panels), room));
   double least = 0;
   for (int64_t together = std::min<int64_t>(kPanels, b.panels); together > 0; together--) {

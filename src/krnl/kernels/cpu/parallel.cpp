@@ -2,8 +2,9 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
+#include <stdlib.h>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -29,16 +30,25 @@ class Pool {
   int count() const { return static_cast<int>(workers_.size()) + 1; }
 
   void resize(int count) {
+    if (count == this->count() && !scratch_.empty()) return;
     leaving_.store(true);
     announce(next_job(), 0);
     for (auto& worker : workers_) worker.join();
     workers_.clear();
-    for (void* memory : scratch_) std::free(memory);
+    for (void* memory : scratch_) free(memory);
     scratch_.clear();
     leaving_.store(false);
-    for (int thread = 0; thread < count; thread++) scratch_.push_back(std::aligned_alloc(4096, kThreadScratch));
     const uint64_t seen = job_of(claim_.load());
-    for (int thread = 1; thread < count; thread++) workers_.emplace_back([this, thread, seen] { serve(thread, seen); });
+    try {
+      for (int thread = 0; thread < count; thread++) {
+        void* memory = nullptr;
+        if (posix_memalign(&memory, 4096, kThreadScratch) != 0) return;
+        scratch_.push_back(memory);
+        if (thread > 0) workers_.emplace_back([this, thread, seen] { serve(thread, seen); });
+      }
+    } catch (const std::system_error&) {
+      // No more threads are to be had: the pool is as wide as it got.
+    }
   }
 
   void* scratch(int thread) const { return scratch_[thread]; }
@@ -50,10 +60,10 @@ class Pool {
       return;
     }
     const uint64_t job = next_job();  // from here on no worker can claim a piece of the last job
-    piece_.store(piece, std::memory_order_relaxed);
-    body_.store(body, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
+    piece_.store(piece, std::memory_order_release);
+    body_.store(body, std::memory_order_release);
+    count_.store(count, std::memory_order_release);
+    done_.store(0, std::memory_order_release);
     announce(job, 0);
     work(job, 0);
     for (int look = 0; done_.load(std::memory_order_acquire) < count; look++) {
@@ -85,11 +95,12 @@ class Pool {
   void work(uint64_t job, int thread) {
     uint64_t claim = claim_.load(std::memory_order_acquire);
     for (;;) {
-      const Piece piece = piece_.load(std::memory_order_relaxed);
-      const void* body = body_.load(std::memory_order_relaxed);
-      const int64_t count = count_.load(std::memory_order_relaxed);
+      const Piece piece = piece_.load(std::memory_order_acquire);
+      const void* body = body_.load(std::memory_order_acquire);
+      const int64_t count = count_.load(std::memory_order_acquire);
       if (job_of(claim) != job || piece_of(claim) >= count) return;
-      // The exchange succeeds only while the job is open, and so only if what was read above is of this job.
+      // Whoever sees any of a later job's fields also sees that this job is closed (release, acquire), and then the
+      // exchange fails: if it succeeds, what was read above is of this job.
       if (!claim_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       piece(body, piece_of(claim), thread);
       done_.fetch_add(1, std::memory_order_release);
@@ -127,15 +138,17 @@ class Pool {
   std::atomic<bool> leaving_{false};
 };
 
-Pool& pool() {
-  static Pool* instance = new Pool;  // never destroyed: at exit the threads are gone before static objects are
-  return *instance;
-}
+Pool* instance = new Pool;  // never destroyed: at exit the threads are gone before static objects are
+Pool& pool() { return *instance; }
 
 }  // namespace
 
 int thread_count() { return pool().count(); }
 void set_thread_count(int count) { pool().resize(count); }
+void forget_threads() {
+  instance = new Pool;
+  instance->resize(1);
+}
 void* thread_scratch(int thread) { return pool().scratch(thread); }
 void run_pieces(int64_t count, Piece piece, const void* body) { pool().run(count, piece, body); }
 

@@ -9,7 +9,10 @@ namespace krnl {
 
 // Threads of the pool, the caller among them.
 int thread_count();
+// As many as the system grants, if that is fewer.
 void set_thread_count(int count);
+// Drops the pool without a word to its threads, which a forked child does not have.
+void forget_threads();
 
 // Per-thread memory for packed panels and tiles, 64-byte aligned, never shared between threads. It keeps nothing from
 // one piece of work to the next. At most kThreadScratch bytes may be used.

@@ -29,7 +29,14 @@ KRNL_EXPORT void* krnl_find(const char* name) {
   return found == krnl::registry().end() ? nullptr : reinterpret_cast<void*>(found->second);
 }
 
-KRNL_EXPORT void krnl_threads(int count) { krnl::set_thread_count(count); }
+// Makes the pool `count` threads wide; returns how many it got.
+KRNL_EXPORT int krnl_threads(int count) {
+  krnl::set_thread_count(count);
+  return krnl::thread_count();
+}
+
+// To be called in the child of a fork, which has none of the parent's threads: the pool starts anew.
+KRNL_EXPORT void krnl_forget_threads() { krnl::forget_threads(); }
 
 KRNL_EXPORT void krnl_run(const krnl::Dispatch* dispatches, int64_t count) {
   for (int64_t i = 0; i < count; i++) dispatches[i].kernel(dispatches[i]);
@@ -53,7 +60,8 @@ KRNL_EXPORT const char* krnl_best_isa() {
               __builtin_cpu_supports("avx512dq");
   if (wide && __builtin_cpu_supports("avx512bf16")) return "avx512bf16";
   if (wide) return "avx512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return "avx2";
+  // Every processor with AVX2 and FMA has F16C too.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "plain";
 }
