@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--chat", action="store_true", help="varying lengths, a third labelled")
+    parser.add_argument("--block", action="store_true", help="one MLP block instead of a model")
     parser.add_argument("--steps", type=int, default=5, help="steps of each tool that count")
     parser.add_argument(
         "--compiled", action="store_true", help="also torch.compile (slow to start)"
@@ -79,26 +80,37 @@ def main() -> None:
     subprocess.run([options.krnl, "-c", make], check=True)
     given = ["--model", str(folder), "--rows", str(options.rows), "--length", str(options.length)]
     given += ["--chat"] * options.chat
-    tools: dict[str, tuple[str, str, str, dict[str, str]]] = {
-        "krnl": (options.krnl, "work_krnl.py", "", {})
-    }
-    if options.peft:
-        tools["peft"] = (options.peft, "work_peft.py", "plain", {})
-        tools["peft-tuned"] = (options.peft, "work_peft.py", "tuned", KEEP_MEMORY)
-    if options.peft and options.compiled:
-        tools["peft-compiled"] = (options.peft, "work_peft.py", "tuned-compiled", KEEP_MEMORY)
-    if options.mlx:
-        preload = {"LD_PRELOAD": options.preload} if options.preload else {}
-        tools["mlx"] = (options.mlx, "work_mlx.py", "", {**KEEP_MEMORY, **preload})
     control = Worker(options.krnl, "work_control.py", [], {})
     workers = {}
-    for name, (python, script, variant, environment) in tools.items():
+    for name, (python, script, variant, environment) in tools(options).items():
         started = ["--variant", variant, "--started", str(time.time())]
         workers[name] = Worker(python, script, given + started, environment)
     results = measure(workers, control, options.steps)
     report(results, workers, options)
     for worker in (*workers.values(), control):
         worker.close()
+
+
+def tools(options: argparse.Namespace) -> dict[str, tuple[str, str, str, dict[str, str]]]:
+    """Interpreter, script, variant and environment of each tool that takes part."""
+    if options.block:
+        found = {"krnl": (options.krnl, "work_krnl_block.py", "", {})}
+        if options.peft:
+            found["torch-tuned"] = (options.peft, "work_torch_block.py", "", KEEP_MEMORY)
+            found["torch-compiled"] = (
+                options.peft, "work_torch_block.py", "compiled", KEEP_MEMORY,
+            )  # fmt: skip
+        return found
+    found = {"krnl": (options.krnl, "work_krnl.py", "", {})}
+    if options.peft:
+        found["peft"] = (options.peft, "work_peft.py", "plain", {})
+        found["peft-tuned"] = (options.peft, "work_peft.py", "tuned", KEEP_MEMORY)
+    if options.peft and options.compiled:
+        found["peft-compiled"] = (options.peft, "work_peft.py", "tuned-compiled", KEEP_MEMORY)
+    if options.mlx:
+        preload = {"LD_PRELOAD": options.preload} if options.preload else {}
+        found["mlx"] = (options.mlx, "work_mlx.py", "", {**KEEP_MEMORY, **preload})
+    return found
 
 
 def measure(
