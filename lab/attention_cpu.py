@@ -8,10 +8,6 @@ same cores reach on registers, measured just before.
 """
 
 import argparse
-import ctypes
-import subprocess
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
@@ -39,18 +35,6 @@ SHAPES = [
 ]
 FORWARD = "q k v start stop"
 BACKWARD = "do q k v o lse start"
-
-
-def peak(bf16: bool, threads: int) -> float:
-    """GF/s that the cores reach on registers, now."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "peak.so"
-        source = Path(__file__).parent / "peak.cpp"
-        options = ["-O2", "-march=native", "-shared", "-fPIC", "-pthread"]
-        subprocess.run(["c++", *options, str(source), "-o", str(library)], check=True)
-        measure = ctypes.CDLL(str(library)).peak
-    measure.restype = ctypes.c_double
-    return max(float(measure(int(bf16), threads)) for _ in range(3))
 
 
 class Case:
@@ -103,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     dtype = F32 if options.fp32 else BF16
     backend = CpuBackend()
-    most = peak(dtype is BF16, backend.limits.threads)
+    most = backend.measure_roof().flops[dtype] / 1e9
     print(f"{backend.isa}, {backend.limits.threads} threads, {dtype}, peak {most:.0f} GF/s")
 
     for name, n, m, h, g, d, document in SHAPES:

@@ -1,15 +1,12 @@
 """Speed of the CPU's matrix products, one kernel and shape at a time.
 
-    python lab/gemm_cpu.py [--control PROGRAM] [--only WORD] [--types bf16,f32]
+    python lab/gemm_cpu.py [--only WORD] [--types bf16,f32]
 
-Prints GF/s of the best and of the median call. With --control, a program that answers each line
-on its input with {"fp32": GF/s, "bf16": GF/s}, what the processor's multipliers reach at this
-moment, also the share of the best answer so far (others may be using the machine).
+Prints GF/s of the best and of the median call, and the best as a share of the most that the
+processor's multipliers were seen to reach so far (others may be using the machine).
 """
 
 import argparse
-import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -124,39 +121,13 @@ def seconds(product: Product, backend: CpuBackend, activation: DType, weight: DT
     return times[2:] or times
 
 
-class Control:
-    """The processor's peak in GF/s, from the control program; unknown without one."""
-
-    def __init__(self, program: str | None):
-        self.best: dict[str, float] = {}
-        self.process = None
-        if program:
-            pipe = subprocess.PIPE
-            self.process = subprocess.Popen([program], stdin=pipe, stdout=pipe, text=True)
-            self._answer()
-
-    def _answer(self) -> dict[str, float]:
-        assert self.process and self.process.stdout
-        answer: dict[str, float] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def peak(self, name: str) -> float:
-        if not self.process or not self.process.stdin:
-            return float("nan")
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        for key, value in self._answer().items():
-            self.best[key] = max(self.best.get(key, 0.0), value)
-        return self.best[name]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--control")
     parser.add_argument("--only", default="")
     parser.add_argument("--types", default="bf16,f32")
     options = parser.parse_args()
-    backend, control = CpuBackend(), Control(options.control)
+    backend = CpuBackend()
+    roof = backend.measure_roof().flops
     print(f"{backend.isa}, {backend.limits.threads} threads; weights bf16")
     print(f"{'op':21} {'product':26} {'type':4} {'ms':>8} {'GF/s':>6} {'median':>6} {'% peak':>6}")
     for product in products():
@@ -164,14 +135,13 @@ def main() -> None:
             continue
         for name in options.types.split(","):
             activation = BY_NAME[name]
-            pairs = activation is BF16 and backend.isa == "avx512bf16"
-            peak = control.peak("bf16" if pairs else "fp32")
+            roof = {t: max(rate, roof[t]) for t, rate in backend.measure_roof().flops.items()}
             times = seconds(product, backend, activation, BF16)
             work = product.op.flops(product.dims)
             best, middle = work / min(times) / 1e9, work / median(times) / 1e9
             print(
                 f"{product.op.name:21} {product.title:26} {name:4} {min(times) * 1e3:8.3f} "
-                f"{best:6.0f} {middle:6.0f} {100 * best / peak:6.0f}",
+                f"{best:6.0f} {middle:6.0f} {1e11 * best / roof[activation]:6.0f}",
                 flush=True,
             )
 

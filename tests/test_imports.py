@@ -25,7 +25,7 @@ DECLARED = {
 # Each belongs to one device, and is imported only by what drives it.
 DEVICE_ONLY = {"backends/metal.py": {"Metal", "objc"}, "backends/cuda.py": {"cuda"}}
 
-BASE = {"dtypes", "errors"}
+BASE = {"dtypes", "errors", "strict_json"}
 PLAN = {"plan", *BASE}
 OPS = {"ops", *PLAN}
 PARTS = {"models", "data", "formats", "backends", "kernels", *OPS}
@@ -52,6 +52,7 @@ ALLOWED = {
     "plan": BASE,
     "dtypes": {"errors"},
     "errors": set(),
+    "strict_json": set(),
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from krnl.data.template import Message
 from krnl.errors import DataError
+from krnl.strict_json import unique_keys
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KINDS = (("messages",), ("prompt", "completion"), ("text",))
@@ -149,22 +150,13 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
 
 def _parse(text: str, path: Path, line: int, hint: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         where = f"{path}, line {line + error.lineno - 1}"
         reason = f"{error.msg} at column {error.colno}"
         raise DataError(f"{where}: not valid JSON ({reason}).{hint}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {line}: cannot be read ({error}).") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice in one object")
-    return table
 
 
 def _skip_space(text: str, at: int) -> int:

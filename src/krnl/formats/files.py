@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from krnl.errors import FormatError
+from krnl.strict_json import unique_keys
 
 
 @contextmanager
@@ -61,16 +62,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise FormatError(f"{path} must hold a JSON object, not {type(content).__name__}.")
-    return content
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` that refuses repeated keys, of which json.loads keeps the last."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} appears twice")
     return content
 
 

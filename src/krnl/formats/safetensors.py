@@ -20,7 +20,8 @@ import numpy as np
 
 from krnl.dtypes import BF16, F16, F32, I32, DType
 from krnl.errors import FormatError
-from krnl.formats.files import open_atomic, read_json, unique_keys
+from krnl.formats.files import open_atomic, read_json
+from krnl.strict_json import unique_keys
 
 DTYPES = {"F32": F32, "F16": F16, "BF16": BF16, "I32": I32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -17,8 +17,9 @@ using Clock = std::chrono::steady_clock;
 
 // Independent sums, enough to hide the latency of an addition, few enough to stay in registers.
 constexpr int kRows = W == 16 ? 4 : 3, kColumns = W == 16 ? 5 : 3;
-constexpr int64_t kRounds = 200000;
-constexpr int kTries = 5;  // the best counts: whatever disturbs a try only makes it slower
+constexpr int64_t kRounds = 2000000;  // some milliseconds
+// The best try counts: whatever disturbs one only makes it slower. New threads may share a core for the first few.
+constexpr int kTries = 10;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
