@@ -67,9 +67,14 @@ def test_one_folder_has_one_run(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_output_that_cannot_be_written():
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["plan", str(MODEL)], ["generate", str(MODEL), "Mia", "--max-tokens", "2"]],
+    ids=lambda words: words[0],
+)
+def test_output_that_cannot_be_written(words):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "krnl", "generate", str(MODEL), "Mia", "--max-tokens", "2"]
+        command = [sys.executable, "-m", "krnl", *words]
         got = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert got.returncode == 1
     assert got.stderr.startswith("krnl: The output cannot be written: No space left")

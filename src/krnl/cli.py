@@ -2,8 +2,10 @@
 at once."""
 
 import io
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,6 +44,27 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs a command line; returns the exit code."""
+    try:
+        code = _run_command(arguments)
+        sys.stdout.flush()
+        return code
+    except (BackendError, TrainingError) as error:
+        return _complain(str(error), 1)
+    except KrnlError as error:
+        return _complain(str(error), 2)
+    except KeyboardInterrupt:
+        return _complain("Stopped.", 130)
+    except BrokenPipeError:
+        _abandon_output()  # the reader has gone; there is nobody to tell
+        return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _abandon_output()
+        return _complain(f"The output cannot be written: {error.strerror or error}.", 1)
+
+
+def _run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if arguments else 2
@@ -56,24 +79,14 @@ def run(arguments: list[str]) -> int:
 
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        return _complain(
-            f"There is no command '{arguments[0]}'.{hint} `krnl --help` lists them.", 2
-        )
-    try:
-        return command(arguments[1:])
-    except (BackendError, TrainingError) as error:
-        return _complain(str(error), 1)
-    except KrnlError as error:
-        return _complain(str(error), 2)
-    except KeyboardInterrupt:
-        return _complain("Stopped.", 130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone; there is nobody to tell
-        return 0
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        return _complain(f"The output cannot be written: {error.strerror or error}.", 1)
+        raise ConfigError(f"There is no command '{arguments[0]}'.{hint} `krnl --help` lists them.")
+    return command(arguments[1:])
+
+
+def _abandon_output() -> None:
+    """Lets what is still buffered for standard output go nowhere, or Python fails on it at exit."""
+    with suppress(OSError, ValueError):  # it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, code: int) -> int:
