@@ -31,7 +31,6 @@ from runs import (
     timeless,
     updates,
     write_chat_model,
-    write_data,
 )
 
 LLAMA_1B = {
@@ -43,16 +42,6 @@ LLAMA_1B = {
         "original_max_position_embeddings": 8192,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"), 10, 3)
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,6 @@ from runs import (
     timeless,
     updates,
     validations,
-    write_chat_model,
-    write_data,
 )
 
 # Two epochs of five updates, with everything that has a state: shuffling, dropout, moments, a
@@ -33,16 +31,6 @@ EVERYTHING: dict[str, Any] = {
     "epochs": 2, "batch_size": 2, "dropout": 0.3, "warmup": 3, "weight_decay": 0.01,
     "eval_every": 3, "save_every": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"), 10, 3)
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +138,16 @@ def test_signals_mean_what_they_did_before(tmp_path, model, data):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_in_float64_too(tmp_path, monkeypatch, model, data):
-    given = {**EVERYTHING, "device": "reference", "epochs": 1}
+@pytest.mark.parametrize(
+    ("crash", "other"),
+    [(4, {"device": "reference", "epochs": 1}), (6, {"precision": "bf16"})],
+    ids=["float64", "bf16"],
+)
+def test_in_other_precisions_too(tmp_path, monkeypatch, model, data, crash, other):
+    given = {**EVERYTHING, **other}
     run(settings(model, data, tmp_path / "whole", **given))
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        crash_in_pass(patch, 4)
-        run(settings(model, data, tmp_path / "out", **given))
-    run(settings(model, data, tmp_path / "out", resume=True, **given))
-    same_run(tmp_path / "out", tmp_path / "whole")
-
-
-def test_in_bf16_too(tmp_path, monkeypatch, model, data):
-    given = {**EVERYTHING, "precision": "bf16"}
-    run(settings(model, data, tmp_path / "whole", **given))
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        crash_in_pass(patch, 6)
+        crash_in_pass(patch, crash)
         run(settings(model, data, tmp_path / "out", **given))
     run(settings(model, data, tmp_path / "out", resume=True, **given))
     same_run(tmp_path / "out", tmp_path / "whole")

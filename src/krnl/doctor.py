@@ -14,13 +14,13 @@ from krnl import __version__
 from krnl.backends.base import Backend
 from krnl.backends.cpu import ISA_VARIABLE, CpuBackend, available_isas
 from krnl.backends.reference import ReferenceBackend
-from krnl.data.packing import Pass
 from krnl.dtypes import BF16, F32, DType
 from krnl.formats.files import write_json_atomic
 from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import write_safetensors
 from krnl.model import Model, initial_modules
 from krnl.models.config import parse, tensor_shapes
+from krnl.profile import random_pass
 from krnl.training.session import Session, plan_training
 
 LIBRARIES = (
@@ -50,7 +50,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-TOKENS = 96
+TOKENS, LIVE = 96, 90  # capacity, and how much of it is used
 
 
 def examine(console: Console) -> bool:
@@ -117,30 +117,10 @@ def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
         model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS
     )
     session = Session(planned, model, modules, backend, seed=0)
-    session.accumulate(_pass(model.config.vocab_size), 1)
+    session.accumulate(random_pass(model.config.vocab_size, LIVE, documents=2, labelled=0.5), 1)
     gradients = session.gradients()
     return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(
         np.float64
-    )
-
-
-def _pass(vocab_size: int) -> Pass:
-    """Two documents of random tokens, every second one a target."""
-    random = np.random.default_rng(3)
-    lengths = (50, 40)
-    live = sum(lengths)
-    starts = np.repeat([0, lengths[0]], lengths).astype(np.int32)
-    tokens = random.integers(0, vocab_size, live).astype(np.int32)
-    rows = np.array([i for i in range(live - 1) if i % 2 and starts[i] == starts[i + 1]], np.int32)
-    return Pass(
-        tokens=tokens,
-        position=np.arange(live, dtype=np.int32) - starts,
-        document=np.repeat([0, 1], lengths).astype(np.int32),
-        doc_start=starts,
-        target_row=rows,
-        target=tokens[rows + 1],
-        documents=2,
-        capacity=TOKENS,
     )
 
 

@@ -124,7 +124,6 @@ def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -
         doc_start=start,
         target_row=rows,
         target=ids[rows + 1],
-        documents=documents,
         capacity=tokens,
     )
 

@@ -33,7 +33,6 @@ class Pass:
     doc_start: Int32s
     target_row: Int32s
     target: Int32s
-    documents: int
     capacity: int
 
     @property
@@ -84,7 +83,6 @@ def _lay_out(packed: Sequence[Example], rows: Sequence[int], capacity: int) -> P
         doc_start=doc_start,
         target_row=target_row,
         target=tokens[target_row + 1],
-        documents=len(examples),
         capacity=capacity,
     )
 
