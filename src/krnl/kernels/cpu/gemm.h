@@ -21,8 +21,8 @@ struct Blocking {
   int64_t panel_begin(int64_t panel) const { return W * share(vectors, panels, panel); }
 };
 
-// Takes the cut with the least work for the busiest of `threads` threads, counted in tiles. Reading a strip's rows costs
-// a twentieth of a tile, packing a panel two, more where few panels leave only short stretches of memory to read at a
+// Takes the cut with the least work for the busiest of `threads` threads, counted in tiles of pieces of average size
+// (they differ by one panel at most). Reading a strip's rows costs a twentieth of a tile, packing a panel two, more where few panels leave only short stretches of memory to read at a
 // time; and as threads are never equally fast, the last piece is waited for. K is cut so that two panels fit, whatever the
 // number of threads: where K is cut may matter to the last bit.
 template <class Cell, int parts>
@@ -37,14 +37,15 @@ Blocking choose_blocking(const Product<parts>& product, int64_t threads) {
   for (const Sum& sum : product.sums) cells = std::max(cells, sum.template cells<Cell>());
   b.chunks = std::max<int64_t>(1, ceil_div(cells * std::min<int64_t>(2, b.panels), room));
   double least = 0;
-  for (int64_t together = std::min<int64_t>(kPanels, b.panels); together > 0; together--) {
+  for (int64_t column_blocks = ceil_div(b.panels, kPanels); column_blocks <= b.panels; column_blocks++) {
+    const int64_t together = ceil_div(b.panels, column_blocks);
     if (together > 2 && ceil_div(cells, b.chunks) * together > room) continue;
-    const int64_t column_blocks = ceil_div(b.panels, together);
     const int64_t most_strips = b.chunks == 1 ? b.strips : kTileBytes / (int64_t{sizeof(float)} * kTile * together * parts);
     const int64_t fewest = ceil_div(b.strips, most_strips);
     const int64_t most = std::max(fewest, std::min(b.strips, ceil_div(2 * threads, column_blocks)));
     for (int64_t row_blocks = fewest; row_blocks <= most; row_blocks++) {
-      const double strips = static_cast<double>(ceil_div(b.strips, row_blocks)), panels = static_cast<double>(together);
+      const double strips = static_cast<double>(ceil_div(b.strips, row_blocks));
+      const double panels = static_cast<double>(b.panels) / static_cast<double>(column_blocks);
       const double piece = strips * (panels + 0.05) + 2 * panels + short_stretches;
       const double work = piece * (static_cast<double>(ceil_div(column_blocks * row_blocks, threads)) + 0.1);
       if (least > 0 && work >= least) continue;
