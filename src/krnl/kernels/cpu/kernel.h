@@ -34,6 +34,22 @@ struct Dispatch {
   int64_t live(int i) const { return *arguments[i].as<int32_t>(); }
 };
 
+// Hands out a dispatch's arguments one after the other, as the op's signature has them.
+class Arguments {
+ public:
+  explicit Arguments(const Dispatch& dispatch) : next_(dispatch.arguments) {}
+
+  const Argument& one() { return *next_++; }
+  const Argument* many(int count) {
+    next_ += count;
+    return next_ - count;
+  }
+  int64_t live() { return *one().as<int32_t>(); }
+
+ private:
+  const Argument* next_;
+};
+
 using Kernel = void (*)(const Dispatch&);
 
 // A kernel registers under the name by which table.py calls it: KRNL_KERNEL("rms_norm", rms_norm);

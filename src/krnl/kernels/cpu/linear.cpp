@@ -25,9 +25,11 @@ void check_group(const Dispatch& d, const char* kernel) {
 
 template <class T>
 void down(const Dispatch& d) {
-  const Argument &x = d[0], &a = d[1], &u = d[4];
-  const float* scale = d[2].as<float>();
-  Product<1> product = {{}, d.live(3), a.shape[0]};
+  Arguments next(d);
+  const Argument &x = next.one(), &a = next.one();
+  const float* scale = next.one().as<float>();
+  Product<1> product = {{}, next.live(), a.shape[0]};
+  const Argument& u = next.one();
   product.sums[0].add(times_transposed(x.as<T>(), x.shape[1], a));
   multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
     store_some(u.as<T>() + i * u.shape[1] + j, sum * load_some(scale + j, n), n);
@@ -37,12 +39,15 @@ void down(const Dispatch& d) {
 template <class T, class Out>
 void linear_into(const Dispatch& d) {
   const int group = d.group;
-  const Argument &x = d[0], *w = &d[1], &u = d[1 + group], *b = &d[2 + group], *bias = b + group, &residual = *(bias + group);
-  const Argument* y = &residual + 2;
+  Arguments next(d);
+  const Argument &x = next.one(), *w = next.many(group), &u = next.one(), *b = next.many(group), *bias = next.many(group);
+  const Argument& residual = next.one();
+  const int64_t rows = next.live();
+  const Argument* y = next.many(group);
   Product<1> products[kMembers] = {};
   int64_t u_column = 0;
   for (int m = 0; m < group; m++) {
-    products[m].rows = d.live(3 + 3 * group);
+    products[m].rows = rows;
     products[m].columns = w[m].shape[0];
     products[m].sums[0].add(times_transposed(x.as<T>(), x.shape[1], w[m]));
     if (b[m]) {
@@ -67,8 +72,10 @@ void linear(const Dispatch& d) {
 
 template <class T>
 void swiglu(const Dispatch& d) {
-  const Argument &x = d[0], *w = &d[1], &u = d[3], *b = &d[4], &gate = d[7], &up = d[8], &act = d[9];
-  Product<2> product = {{}, d.live(6), w[0].shape[0]};
+  Arguments next(d);
+  const Argument &x = next.one(), *w = next.many(2), &u = next.one(), *b = next.many(2);
+  Product<2> product = {{}, next.live(), w[0].shape[0]};
+  const Argument &gate = next.one(), &up = next.one(), &act = next.one();
   int64_t u_column = 0;
   for (int m = 0; m < 2; m++) {
     product.sums[m].add(times_transposed(x.as<T>(), x.shape[1], w[m]));
@@ -87,13 +94,16 @@ void swiglu(const Dispatch& d) {
 template <class T>
 void up_backward(const Dispatch& d) {
   const int group = d.group;
-  const Argument *dy = &d[0], *b = &d[group], &v = d[2 * group + 2];
-  const float* scale = d[2 * group].as<float>();
+  Arguments next(d);
+  const Argument *dy = next.many(group), *b = next.many(group);
+  const float* scale = next.one().as<float>();
+  const int64_t rows = next.live();
+  const Argument& v = next.one();
   Product<1> products[kMembers] = {};
   int64_t v_column[kMembers], s = 0;
   for (int m = 0; m < group; m++) {
     v_column[m] = s;
-    products[m].rows = d.live(2 * group + 1);
+    products[m].rows = rows;
     products[m].columns = b[m].shape[1];
     products[m].sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], b[m]));
     s += b[m].shape[1];
@@ -107,8 +117,11 @@ void up_backward(const Dispatch& d) {
 template <class T>
 void linear_backward(const Dispatch& d) {
   const int group = d.group;
-  const Argument *dy = &d[0], *w = &d[group], &v = d[2 * group], &a = d[2 * group + 1], &dx = d[2 * group + 3];
-  Product<1> product = {{}, d.live(2 * group + 2), dx.shape[1]};
+  Arguments next(d);
+  const Argument *dy = next.many(group), *w = next.many(group), &v = next.one(), &a = next.one();
+  const int64_t rows = next.live();
+  const Argument& dx = next.one();
+  Product<1> product = {{}, rows, dx.shape[1]};
   for (int m = 0; m < group; m++) product.sums[0].add(times(dy[m].as<T>(), dy[m].shape[1], w[m]));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
   multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats sum) {
@@ -118,8 +131,10 @@ void linear_backward(const Dispatch& d) {
 
 template <class T>
 void swiglu_backward(const Dispatch& d) {
-  const Argument &dy = d[0], &w = d[1], &v = d[2], &a = d[3], &gate = d[4], &up = d[5], &dgate = d[7], &dup = d[8], &act = d[9];
-  Product<1> product = {{}, d.live(6), w.shape[1]};
+  Arguments next(d);
+  const Argument &dy = next.one(), &w = next.one(), &v = next.one(), &a = next.one(), &gate = next.one(), &up = next.one();
+  Product<1> product = {{}, next.live(), w.shape[1]};
+  const Argument &dgate = next.one(), &dup = next.one(), &act = next.one();
   product.sums[0].add(times(dy.as<T>(), dy.shape[1], w));
   if (a) product.sums[0].add(times(v.as<T>(), v.shape[1], a));
   multiply<T>(&product, 1, [&](int, int64_t i, int64_t j, int64_t n, Floats dact) {
@@ -151,8 +166,10 @@ Rows transposed(const Dispatch& d, const T* narrow, int64_t n, int64_t s, const 
 
 template <class T>
 void a_grad(const Dispatch& d) {
-  const Argument &v = d[0], &x = d[1], &da = d[3];
-  const int64_t n = d.live(2), s = v.shape[1], c = x.shape[1];
+  Arguments next(d);
+  const Argument &v = next.one(), &x = next.one();
+  const int64_t n = next.live(), s = v.shape[1], c = x.shape[1];
+  const Argument& da = next.one();
   if (n == 0) return;
   Product<1> product = {{}, s, c};
   product.sums[0].add({transposed(d, v.as<T>(), n, s, "lora_a_grad"), {x.data, x.type, c, false}, n});
@@ -166,8 +183,10 @@ void a_grad(const Dispatch& d) {
 template <class T>
 void b_grad(const Dispatch& d) {
   const int group = d.group;
-  const Argument *dy = &d[0], &u = d[group], *db = &d[group + 2];
-  const int64_t n = d.live(group + 1), s = u.shape[1];
+  Arguments next(d);
+  const Argument *dy = next.many(group), &u = next.one();
+  const int64_t n = next.live(), s = u.shape[1];
+  const Argument* db = next.many(group);
   if (n == 0) return;
   Rows rows = transposed(d, u.as<T>(), n, s, "lora_b_grad");
   Product<1> products[kMembers] = {};
