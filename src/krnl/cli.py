@@ -152,11 +152,11 @@ def plan(arguments: list[str]) -> int:
     from krnl.options import PlanOptions
 
     options = _settings("plan", arguments, PlanOptions, bare_model=True)
-    from krnl.devices import activation_type, open_backend
+    from krnl.devices import activation_type, planning_device
     from krnl.planning import plan_run, print_plan
 
     options.check(needs_data=False)
-    backend = open_backend(options.device)
+    backend = planning_device(options.device)
     planned = plan_run(options, backend, activation_type(backend, options.precision))
     print_plan(planned, _console(), options.dispatches)
     return 0

@@ -2,25 +2,28 @@
 
 import os
 import platform
-import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from krnl import __version__
 from krnl.backends.base import Backend
 from krnl.backends.cpu import ISA_VARIABLE, CpuBackend, available_isas
 from krnl.backends.reference import ReferenceBackend
+from krnl.devices import has_metal
 from krnl.dtypes import BF16, F32, DType
+from krnl.errors import KrnlError
 from krnl.formats.files import write_json_atomic
 from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import write_safetensors
 from krnl.model import Model, initial_modules
 from krnl.models.config import parse, tensor_shapes
 from krnl.profile import random_pass
+from krnl.training.loss_scale import initial_scale
 from krnl.training.session import Session, plan_training
 
 LIBRARIES = (
@@ -73,35 +76,84 @@ def examine(console: Console) -> bool:
         f"{', '.join(available_isas())}; uses {cpu.isa}",
         highlight=False,
     )
-    console.print(f"metal, cuda: not in this version ({sys.platform})", highlight=False)
-    passed = True
+    metal = _metal(console)
+    console.print("cuda: not in this version", highlight=False)
+    passed = metal is not None or not has_metal()
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder))
         exact = one_step(model, ReferenceBackend(), F32)
         for isa in available_isas():
-            before = os.environ.get(ISA_VARIABLE)
-            os.environ[ISA_VARIABLE] = isa
-            try:
-                backend = CpuBackend()
-            finally:
-                os.environ.pop(ISA_VARIABLE) if before is None else os.environ.update(
-                    {ISA_VARIABLE: before}
-                )
             for activation in (F32, BF16):
-                error = _difference(one_step(model, backend, activation), exact)
-                # Gradients pass through some thirty roundings to the activation type, which add
-                # like a random walk, and float32 sums of up to 199 terms.
-                allowed = 30**0.5 * activation.eps + 199**0.5 * F32.eps
-                ok = error <= allowed
-                passed &= ok
-                verdict = "[green]pass[/]" if ok else "[red]FAIL[/]"
-                console.print(
-                    f"{verdict} one step on cpu ({isa}, {activation}): gradients within "
-                    f"{error:.1e} of the reference "
-                    f"(allowed {allowed:.1e})",
-                    highlight=False,
-                )
+                passed &= _check(console, model, exact, _cpu(isa), f"cpu ({isa})", activation)
+        if metal is not None:
+            for activation in metal.limits.activations:
+                passed &= _check(console, model, exact, metal, "metal", activation)
     return passed
+
+
+def _metal(console: Console) -> Backend | None:
+    """The Metal device, or None; says which it is, or why there is none."""
+    if not has_metal():
+        console.print(
+            "metal: not here; it needs a Mac with Apple silicon and PyObjC "
+            "(pip install pyobjc-framework-Metal)",
+            highlight=False,
+        )
+        return None
+    from krnl.backends.metal import MetalBackend
+
+    try:
+        metal = MetalBackend()
+    except KrnlError as error:
+        console.print(f"[red]FAIL[/] metal: {escape(str(error))}", highlight=False)
+        return None
+    console.print(
+        f"metal: {escape(metal.device_name)}, may use {metal.limits.memory / 2**30:.1f} GiB, at "
+        f"most {metal.limits.largest_block / 2**30:.1f} GiB in one piece",
+        highlight=False,
+    )
+    return metal
+
+
+def _cpu(isa: str) -> CpuBackend:
+    """The CPU with that instruction set."""
+    before = os.environ.get(ISA_VARIABLE)
+    os.environ[ISA_VARIABLE] = isa
+    try:
+        return CpuBackend()
+    finally:
+        os.environ.pop(ISA_VARIABLE) if before is None else os.environ.update(
+            {ISA_VARIABLE: before}
+        )
+
+
+def _check(
+    console: Console,
+    model: Model,
+    exact: np.ndarray,
+    backend: Backend,
+    name: str,
+    activation: DType,
+) -> bool:
+    """One step against the reference's gradients."""
+    try:
+        error = _difference(one_step(model, backend, activation), exact)
+    except KrnlError as failure:
+        console.print(
+            f"[red]FAIL[/] one step on {name} in {activation}: {escape(str(failure))}",
+            highlight=False,
+        )
+        return False
+    # Gradients pass through some thirty roundings to the activation type, which add like a random
+    # walk, and float32 sums of up to 199 terms.
+    allowed = 30**0.5 * activation.eps + 199**0.5 * F32.eps
+    ok = bool(error <= allowed)
+    console.print(
+        f"{'[green]pass[/]' if ok else '[red]FAIL[/]'} one step on {name} in {activation}: "
+        f"gradients within {error:.1e} of the reference (allowed {allowed:.1e})",
+        highlight=False,
+    )
+    return ok
 
 
 def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
@@ -117,6 +169,7 @@ def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
         model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS
     )
     session = Session(planned, model, modules, backend, seed=0)
+    session.loss_scale = initial_scale(activation).value
     session.accumulate(random_pass(model.config.vocab_size, LIVE, documents=2, labelled=0.5), 1)
     gradients = session.gradients()
     return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from krnl.backends.base import Backend
+from krnl.backends.base import Backend, Paper
 from krnl.dtypes import DType
 from krnl.errors import ConfigError
 from krnl.formats import hub
@@ -32,14 +32,14 @@ class Planned:
     name: str
     training: TrainingPlan
     use: MemoryUse
-    backend: Backend
+    backend: Backend | Paper
     precision: str
     trained: int
     layers: int
     has_weights: bool
 
 
-def plan_run(config: TrainConfig, backend: Backend, activation: DType) -> Planned:
+def plan_run(config: TrainConfig, backend: Backend | Paper, activation: DType) -> Planned:
     """Plans the run that `krnl train` would make of these settings; `data` may be missing."""
     folder = _folder(config.model)
     shape = model_config.load(folder)
@@ -81,6 +81,18 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
         memory.add_row(name, gib(nbytes))
     memory.add_row("[bold]peak", f"[bold]{gib(use.total)}")
     console.print(memory)
+    if isinstance(planned.backend, Paper):
+        console.print(
+            f"{planned.backend.name} is not on this machine: the plan is right, but whether the "
+            "memory there suffices is not known",
+            soft_wrap=True,
+        )
+    elif use.total > planned.backend.limits.memory:
+        console.print(
+            f"{planned.backend.name} may use {gib(planned.backend.limits.memory)} on this machine, "
+            "too little for this run",
+            soft_wrap=True,
+        )
     work = Table("program", "dispatches", "GFLOP at capacity", box=None, pad_edge=False)
     for column in work.columns[1:]:
         column.justify = "right"

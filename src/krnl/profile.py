@@ -73,7 +73,7 @@ def profile_run(config: TrainConfig, documents: int = 1, labelled: float = 1.0) 
     backend = open_backend(config.device)
     if not isinstance(backend, CpuBackend):
         raise ConfigError(
-            f"device is '{config.device}', whose times mean nothing; profile the cpu."
+            f"device is '{config.device}'; only the cpu can be profiled so far: give --device cpu."
         )
     activation = activation_type(backend, config.precision)
     planned = plan_training(

@@ -59,3 +59,13 @@ class Backend(Protocol):
     def allocate(self, layout: Layout) -> Memory: ...
 
     def compile(self, plan: Plan, memory: Memory) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A device on paper: enough to plan for one that is not here. How much memory it has is not
+    known."""
+
+    name: str
+    limits: Limits
+    kernels: Table

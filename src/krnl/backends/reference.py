@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from krnl.backends.base import Limits, Memory
-from krnl.dtypes import BF16, F16, F32
+from krnl.dtypes import BF16, F16, F32, DType
 from krnl.plan.arena import Layout, Plan
 from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Row, Table
 from krnl.plan.op import LIVE, Op, Parameter
-from krnl.plan.step import Argument, Call
+from krnl.plan.step import Argument, Call, members
 
 
 class _EveryOp(Table):
@@ -23,10 +23,12 @@ class _EveryOp(Table):
 
 
 class ReferenceMemory:
-    """One float64 (or int64) array per root buffer; types narrower than that are not modelled."""
+    """One float64 (or int64) array per root buffer. Types narrower than that are not modelled,
+    unless it `rounds`: then a buffer's values are those of its type, as they are on a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: bool = False) -> None:
         self._arrays: dict[Buffer, np.ndarray] = {}
+        self.rounds = rounds
 
     def view(self, buffer: Buffer) -> np.ndarray:
         """The buffer's own memory, shaped."""
@@ -42,8 +44,14 @@ class ReferenceMemory:
                 self._arrays[root] = np.zeros(root.size, wide)
         return self._arrays[root][buffer.start : buffer.start + buffer.size].reshape(buffer.shape)
 
+    def rounded(self, values: np.ndarray, dtype: DType) -> np.ndarray:
+        """The values that a buffer of `dtype` keeps of these."""
+        if self.rounds and dtype.is_float:
+            return np.asarray(values).astype(dtype.numpy)
+        return values
+
     def write(self, buffer: Buffer, values: np.ndarray) -> None:
-        self.view(buffer)[...] = values
+        self.view(buffer)[...] = self.rounded(values, buffer.dtype)
 
     def read(self, buffer: Buffer) -> np.ndarray:
         return self.view(buffer).copy()
@@ -82,15 +90,15 @@ def evaluate(call: Call, memory: ReferenceMemory) -> None:
     inputs = [values(p, a) for p, a in zip(op.inputs, call.inputs, strict=True) if p.name != LIVE]
     outputs = list(zip(op.outputs, call.outputs, strict=True))
     old = [values(p, a) for p, a in outputs if p.updated]
-    for (parameter, argument), result in zip(
-        outputs, op.evaluate(inputs, old, call.attributes), strict=True
-    ):
-        target = values(parameter, argument)
-        if parameter.group:
-            for array, part in zip(target, result, strict=True):
-                array[...] = part
-        else:
-            target[...] = result
+    # Rounding makes infinities on purpose; NumPy need not warn of what comes of them.
+    quiet: Any = "ignore" if memory.rounds else None
+    with np.errstate(over=quiet, invalid=quiet, divide=quiet):
+        results = op.evaluate(inputs, old, call.attributes)
+        for (parameter, argument), result in zip(outputs, results, strict=True):
+            parts = result if parameter.group else (result,)
+            for buffer, part in zip(members(argument), parts, strict=True):
+                target = _rows(memory.view(buffer), parameter, live)
+                target[...] = memory.rounded(part, buffer.dtype)
 
 
 def _live(op: Op, call: Call, memory: ReferenceMemory) -> int | None:
@@ -106,14 +114,20 @@ def _rows(array: np.ndarray, parameter: Parameter, live: int | None) -> np.ndarr
 
 
 class ReferenceBackend:
+    """Computes in float64. With `rounds`, what is stored is rounded to its buffer's type: fp16 then
+    overflows and vanishes as on a device that computes in it."""
+
     name = "reference"
     limits = Limits(
         memory=2**62, largest_block=2**62, scratch=0, activations=(F32, BF16, F16), threads=1
     )
     kernels: Table = _EveryOp("reference", ())
 
+    def __init__(self, rounds: bool = False) -> None:
+        self._rounds = rounds
+
     def allocate(self, layout: Layout) -> ReferenceMemory:
-        return ReferenceMemory()
+        return ReferenceMemory(self._rounds)
 
     def compile(self, plan: Plan, memory: Memory) -> ReferenceProgram:
         assert isinstance(memory, ReferenceMemory)

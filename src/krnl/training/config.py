@@ -25,10 +25,10 @@ class TrainConfig:
     out: str = "adapter"
     """Folder for the adapter (PEFT format), metrics, picture and checkpoints."""
     device: Literal["auto", "cpu", "metal", "cuda", "reference"] = "auto"
-    """What computes."""
+    """What computes. auto: Metal on a Mac with Apple silicon, else the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations; sums are float32 in any case. auto: bf16 where the device has it, else
-    fp32."""
+    """Type of activations; sums are float32 in any case. auto: fp16 on Metal; on the CPU bf16 where
+    it computes in bf16, else fp32. fp16 comes with dynamic loss scaling."""
 
     rank: int = 16
     """Rank of the adapters."""

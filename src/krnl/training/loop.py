@@ -22,6 +22,7 @@ from krnl.formats.peft import AdapterConfig, Modules, write_adapter
 from krnl.model import Model, initial_modules
 from krnl.training import folder
 from krnl.training.config import TrainConfig
+from krnl.training.loss_scale import LossScale, initial_scale
 from krnl.training.memory import check_fits, gib, memory_use
 from krnl.training.metrics import METRICS, PICTURE, Display, Metrics, draw
 from krnl.training.schedule import hyper, learning_rate
@@ -42,12 +43,15 @@ class Result:
     last_loss: float | None
     seconds: float  # in updates, validation and saving left out
     tokens: int
+    skipped: int  # updates that were not applied, as their gradients overflowed fp16
 
     def describe(self) -> str:
         """The lines that end a run."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         lines = [f"{self.updates:,} updates in {self.seconds:.1f} s, {rate:,.0f} tokens/s"]
-        if self.first_val_loss is not None and self.best_val_loss is not None:
+        if self.skipped:
+            lines.append(f"{self.skipped:,} of them skipped, as their gradients overflowed fp16")
+        if None not in (self.first_val_loss, self.best_val_loss, self.last_val_loss):
             lines.append(
                 f"validation loss {self.first_val_loss:.4f} before, {self.last_val_loss:.4f} after "
                 f"(best {self.best_val_loss:.4f})"
@@ -175,7 +179,9 @@ class Run:
             config.recompute,
         )
         self.use = memory_use(planned, self.backend)
-        check_fits(self.use, self.backend.limits.memory, "this machine has")
+        check_fits(
+            self.use, self.backend.limits.memory, f"{self.backend.name} may use on this machine"
+        )
         if config.memory_limit is not None:
             check_fits(self.use, int(config.memory_limit * 2**30), "memory_limit")
         self.identity = folder.identity(
@@ -185,6 +191,7 @@ class Run:
         self._describe(model, modules)
         self.session = Session(planned, model, modules, self.backend, config.seed)
         self.progress = Progress()
+        self.scale = initial_scale(self.activation)
         if saved is not None:
             self.progress = self._restore(saved)
             console.print(f"going on after update {self.progress.step} of {len(self.order)}")
@@ -203,9 +210,9 @@ class Run:
                     self._validate()
                 if last or self._due(self.config.save_every) or stop.is_set():
                     self._save()
+                if (last or stop.is_set()) and not (self.out / ADAPTER_CONFIG).exists():
+                    self._write_adapter()
                 if stop.is_set() and not last:
-                    if not (self.out / ADAPTER_CONFIG).exists():
-                        self._write_adapter()
                     raise Interrupted(
                         f"Stopped after update {self.progress.step} of {len(self.order)}; "
                         "everything is saved. Give the same command with --resume to go on."
@@ -217,32 +224,48 @@ class Run:
         start = time.perf_counter()
         step = self.progress.step + 1
         passes = pack([self.data.train[row] for row in self.order[step - 1]], self.config.tokens)
+        scale = self.session.loss_scale = self.scale.value
         for work in passes:
             self.session.accumulate(work, step)
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         c = self.config
         lr = learning_rate(step, len(self.order), c.lr, c.warmup, c.schedule)
+        # AdamW corrects the bias of its moments, in which skipped updates have no part.
+        applied = step - self.scale.skipped
+        gradient_scale = 1.0 / (targets * scale)
         loss, norm = self.session.update(
-            hyper(step, lr, (c.beta1, c.beta2), c.eps, c.weight_decay, c.clip, 1.0 / targets)
+            hyper(applied, lr, (c.beta1, c.beta2), c.eps, c.weight_decay, c.clip, gradient_scale)
         )
         loss /= targets
         seconds = time.perf_counter() - start
+        skipped = not math.isfinite(norm) and self.scale.shrink()
+        scaling = {"loss_scale": scale, "skipped": self.scale.skipped} if self.scale.dynamic else {}
         self.metrics.write(
             step=step,
             epoch=step / self.order.per_epoch,
             loss=loss,
             lr=lr,
             grad_norm=norm,
+            **scaling,
             rows=len(self.order[step - 1]),
             tokens=tokens,
             target_tokens=targets,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
         )
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._diverged(step, loss, norm)
         p = self.progress
-        p.step, p.last_loss = step, loss
+        if skipped:
+            self.console.print(
+                f"update {step}: skipped, as its gradients overflowed at loss scale {scale:g}; it "
+                f"is {self.scale.value:g} now",
+                highlight=False,
+            )
+        elif math.isfinite(loss) and math.isfinite(norm):
+            self.scale.grow()
+            p.last_loss = loss
+        else:
+            self._diverged(step, loss, norm)
+        p.step = step
         p.seconds += seconds
         p.tokens += tokens
         display.update(step, loss, lr, tokens / seconds)
@@ -252,9 +275,13 @@ class Run:
         the best one so far is what stays."""
         if not self.data.valid or not (self.out / ADAPTER_CONFIG).exists():
             self._write_adapter()
+        fp16 = self.scale.dynamic
         raise TrainingError(
-            f"Update {step} has loss {loss} and gradient norm {norm}, and was not applied. The "
-            f"last good adapter is in {self.out}. A lower --lr, a --warmup or --clip usually helps."
+            f"Update {step} has loss {loss} and gradient norm {norm}"
+            + (f" at a loss scale of {self.scale.value:g}" if fp16 else "")
+            + f", and was not applied. The last good adapter is in {self.out}. A lower --lr, a "
+            "--warmup or --clip usually helps"
+            + (", or --precision fp32, whose range is wider." if fp16 else ".")
         )
 
     def _validate(self) -> None:
@@ -264,8 +291,10 @@ class Run:
         self.console.print(
             f"update {p.step}: validation loss {loss:.4f}, perplexity {_perplexity(loss):.4g}"
         )
+        if not math.isfinite(loss):
+            return  # compares with nothing
         p.last_val_loss = loss
-        if p.first_val_loss is None:
+        if p.step == 0:
             p.first_val_loss = loss
         if p.step and (p.best_val_loss is None or loss < p.best_val_loss):
             p.best_val_loss = loss
@@ -275,7 +304,11 @@ class Run:
         if not self.data.valid:
             self._write_adapter()
         self.progress.metrics_position = self.metrics.sync()
-        numbers = {"progress": asdict(self.progress), "run": self.identity}
+        numbers = {
+            "progress": asdict(self.progress),
+            "loss_scale": asdict(self.scale),
+            "run": self.identity,
+        }
         resume.save(
             self.out / folder.CHECKPOINTS, self.progress.step, self.session.state(), numbers
         )
@@ -291,6 +324,7 @@ class Run:
             p.last_loss,
             p.seconds,
             p.tokens,
+            self.scale.skipped,
         )
 
     def _write_adapter(self) -> None:
@@ -303,6 +337,8 @@ class Run:
         """Puts a checkpoint's arrays in place; returns where the run was."""
         try:
             progress = Progress(**saved.numbers["progress"])
+            if self.scale.dynamic:
+                self.scale = LossScale(**saved.numbers["loss_scale"])
             self.session.restore(**saved.arrays)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(

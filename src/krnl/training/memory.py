@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from krnl.backends.base import Backend
+from krnl.backends.base import Backend, Paper
 from krnl.errors import PlanError
 from krnl.plan.buffer import Kind
 from krnl.training.session import TrainingPlan
@@ -45,7 +45,7 @@ class MemoryUse:
         }
 
 
-def memory_use(planned: TrainingPlan, backend: Backend) -> MemoryUse:
+def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
     """What the planned run will hold at its peak."""
     layout, trainable = planned.accumulate.layout, planned.decoder.trainable
     arena = layout.reserved(Kind.TEMP)

@@ -84,7 +84,7 @@ def draw(folder: Path) -> Path:
     train = [
         (m["step"], m["loss"], m["lr"]) for m in lines if "loss" in m and m["loss"] is not None
     ]
-    valid = [(m["step"], m["val_loss"]) for m in lines if "val_loss" in m]
+    valid = [(m["step"], m["val_loss"]) for m in lines if m.get("val_loss") is not None]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     if train:

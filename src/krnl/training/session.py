@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from krnl.backends.base import Backend, Memory
+from krnl.backends.base import Backend, Memory, Paper
 from krnl.data.packing import Pass
 from krnl.dtypes import DType
 from krnl.errors import PlanError
@@ -37,7 +37,7 @@ def plan_training(
     weights: Weights,
     adapter: AdapterConfig,
     paths: tuple[str, ...],
-    backend: Backend,
+    backend: Backend | Paper,
     activation: DType,
     tokens: int,
     recompute: Recompute = "none",
@@ -61,7 +61,10 @@ def plan_training(
 
 
 class Session:
-    """Allocated and compiled: adapters in place, moments zero."""
+    """Allocated and compiled: adapters in place, moments zero.
+
+    `loss_scale` multiplies what passes add to the gradients, and nothing else. It may be changed
+    between updates, when no gradients are summed."""
 
     def __init__(
         self, planned: TrainingPlan, model: Model, modules: Modules, backend: Backend, seed: int
@@ -71,9 +74,9 @@ class Session:
         self._inputs = planned.programs.inputs
         self._chunk = planned.programs.chunk
         self._seed = seed
+        self.loss_scale = 1.0
         self._memory: Memory = backend.allocate(planned.accumulate.layout)
         model.fill(planned.decoder.weights, self._memory)
-        self._memory.write(self._inputs.loss_scale, np.ones(1))
         self.restore(
             self._trainable.pack(modules),
             np.zeros(self._trainable.size),
@@ -102,8 +105,9 @@ class Session:
         return None
 
     def update(self, hyper: np.ndarray) -> tuple[float, float]:
-        """Applies the summed gradients. Returns the summed loss and the norm of the mean gradient;
-        where that is not finite, nothing was changed."""
+        """Applies the summed gradients, which the last number of `hyper` makes means of: it undoes
+        the loss scale too. Returns the summed loss and the norm of the mean gradient; where that is
+        not finite, nothing was changed."""
         self._memory.write(self._inputs.hyper, hyper)
         self._update.run()
         programs = self._planned.programs
@@ -128,8 +132,8 @@ class Session:
         )
 
     def gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The gradients summed since the last update: path -> (dA, dB)."""
-        return self._trainable.unpack(self._memory.read(self._trainable.grad))
+        """The gradients summed since the last update, without the loss scale: path -> (dA, dB)."""
+        return self._trainable.unpack(self._memory.read(self._trainable.grad) / self.loss_scale)
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything that an update changes: parameters and moments, float32 [p] each."""
@@ -167,6 +171,7 @@ class Session:
             (i.live_targets, [targets]),
             (i.live_chunk, np.clip(targets - chunks, 0, self._chunk)),
             (i.dropout_key, [self._seed, update]),
+            (i.loss_scale, [self.loss_scale]),
         ]
         for window, start in i.start.items():
             reach = 0 if window is None else rows - window + 1

@@ -1,0 +1,250 @@
+"""A drawn call of an op: its values, its run on a device, and the comparison with the float64
+reference.
+
+Inputs are rounded to the device's types before the reference sees them. Rows beyond the live ones
+hold NaN, temps hold NaN, and every output lies between guard elements that must come back
+untouched.
+"""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from krnl.dtypes import BF16, F16, F32, I32, DType
+from krnl.plan.arena import plan
+from krnl.plan.buffer import Buffer, Kind
+from krnl.plan.op import Parameter
+from krnl.plan.step import Step
+from op_cases import Case, allowance
+
+GUARD = 24  # elements around an output; no multiple of a vector, so that outputs are misaligned
+# Read in the checkpoint's type, whatever the activations are.
+WEIGHTS = {"w", "w_gate", "w_up", "table"}
+ATTRIBUTES = {"eps": 1e-5, "scale": 0.125, "sign": 1.0, "rate": 0.5, "stream": 7}
+
+
+def shape_of(parameter: Parameter, dims: dict[str, Any], member: int) -> tuple[int, ...]:
+    sizes = [int(x) if x.isdigit() else dims[x] for x in parameter.letters]
+    return tuple(s[member] if isinstance(s, tuple) else s for s in sizes)
+
+
+class Bench:
+    """One drawn call: its buffers and its values."""
+
+    def __init__(self, case: Case, draw: Any, activation: DType):
+        self.case, self.op, self.activation = case, case.op, activation
+        self.dims = case.dims(draw)
+        self.attributes = case.attributes(draw)
+        self.absent = case.absent(draw, self.dims)
+        self.weight = draw(st.sampled_from([BF16, F32, F16]))
+        others = [BF16, F32, F16] if case.op.name == "cast" else [activation, F32]
+        free = any(p.any_float for p in case.op.outputs)
+        self.target = draw(st.sampled_from(others)) if free else activation
+        n = self.dims.get("n", 0)
+        self.live = (
+            draw(st.sampled_from([n, n // 2, max(n - 1, 0), 1, n, 0])) if case.op.has_live else n
+        )
+        self.rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        self.group = max((len(s) for s in self.dims.values() if isinstance(s, tuple)), default=1)
+        self.values = self._draw_values()
+
+    def dtype(self, parameter: Parameter) -> DType:
+        if parameter.dtype is not None:
+            return parameter.dtype
+        return self.weight if parameter.name in WEIGHTS else self.activation
+
+    def _draw_values(self) -> dict[str, Any]:
+        """Float64 values, already rounded, under the parameter's name ('+name' for old values of "
+        "outputs)."""
+        given: dict[str, Any] = {"dims": self.dims, "attributes": self.attributes}
+        wanted = [(p.name, p) for p in self.op.inputs if p.name != "live"]
+        wanted += [("+" + p.name, p) for p in self.op.outputs if p.updated]
+        for name, parameter in wanted:
+            if name in self.absent:
+                given[name] = None
+                continue
+            scale = self.case.scale.get(name, 1.0)
+            drawn = [
+                self.round(self.rng.normal(0, scale, shape_of(parameter, self.dims, i)), parameter)
+                for i in range(self.group if parameter.group else 1)
+            ]
+            given[name] = drawn if parameter.group else drawn[0]
+        special = self.case.special(self.rng, self.dims, self.live, given)
+        parameters = {p.name: p for p in self.op.inputs} | {
+            "+" + p.name: p for p in self.op.outputs
+        }
+        for name, value in special.items():
+            if name in given:
+                given[name] = self.round(value, parameters[name])
+        return given
+
+    def round(self, values: np.ndarray, parameter: Parameter) -> np.ndarray:
+        dtype = self.dtype(parameter)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(dtype.numpy).astype(np.float64 if dtype.is_float else np.int64)
+
+    def rows(self, parameter: Parameter, value: Any) -> Any:
+        """The live rows of a value."""
+        if value is None or parameter.letters[0] != "n" or not self.op.has_live:
+            return value
+        return [v[: self.live] for v in value] if isinstance(value, list) else value[: self.live]
+
+    def reference(self) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The inputs as the reference sees them, and its results."""
+        seen = dict(self.values)
+        for p in self.op.inputs:
+            if p.name in seen:
+                seen[p.name] = self.rows(p, seen[p.name])
+        for p in self.op.outputs:
+            if p.updated:
+                seen["+" + p.name] = self.rows(p, seen["+" + p.name])
+        inputs = [seen[p.name] for p in self.op.inputs if p.name != "live"]
+        old = [seen["+" + p.name] for p in self.op.outputs if p.updated]
+        with np.errstate(invalid="ignore"):
+            return seen, self.op.evaluate(inputs, old, self.attributes)
+
+    def run(self, device: Any) -> list[list[np.ndarray]]:
+        """The outputs' values on a device, guards and dead rows checked."""
+        step = Step("test", self.activation)
+        buffers: dict[str, Any] = {}
+        for p in self.op.inputs:
+            if p.name == "live":
+                continue
+            count = self.group if p.group else 1
+            made = [
+                Buffer(p.name, shape_of(p, self.dims, i), self.dtype(p), Kind.INPUT)
+                for i in range(count)
+            ]
+            buffers[p.name] = None if p.name in self.absent else tuple(made) if p.group else made[0]
+        live = Buffer("live", (1,), I32, Kind.INPUT)
+        roots: list[list[Buffer]] = []
+        outputs: list[Any] = []
+        for p in self.op.outputs:
+            dtype = p.dtype or self.target
+            shapes = [shape_of(p, self.dims, i) for i in range(self.group if p.group else 1)]
+            roots.append(
+                [Buffer(p.name, (int(np.prod(s)) + 2 * GUARD,), dtype, Kind.STATE) for s in shapes]
+            )
+            parts = [root.part(p.name, GUARD, s) for root, s in zip(roots[-1], shapes, strict=True)]
+            outputs.append(tuple(parts) if p.group else parts[0])
+        inputs = [buffers[p.name] for p in self.op.inputs if p.name != "live"]
+        into = tuple(outputs) if len(outputs) > 1 else outputs[0]
+        step(self.op, *inputs, into=into, live=live, **self.attributes)
+        (planned,) = plan([step], device.kernels)
+        memory = device.allocate(planned.layout)
+        if hasattr(memory, "poison"):
+            memory.poison()
+        program = device.compile(planned, memory)
+        self._write(memory, buffers, live, roots)
+        program.run()
+        return self._read(memory, roots)
+
+    def _write(
+        self, memory: Any, buffers: dict[str, Any], live: Buffer, roots: list[list[Buffer]]
+    ) -> None:
+        if self.op.has_live:
+            memory.write(live, np.array([self.live]))
+        for p in self.op.inputs:
+            if p.name == "live" or buffers[p.name] is None:
+                continue
+            group = buffers[p.name] if p.group else [buffers[p.name]]
+            values = self.values[p.name] if p.group else [self.values[p.name]]
+            for buffer, value in zip(group, values, strict=True):
+                memory.write(buffer, self._poisoned(p, value))
+        for p, group in zip(self.op.outputs, roots, strict=True):
+            for i, root in enumerate(group):
+                memory.write(root, np.full(root.shape, 7.0))
+                if p.updated:
+                    value = self.values["+" + p.name]
+                    part = root.part("", GUARD, shape_of(p, self.dims, i))
+                    memory.write(part, self._poisoned(p, value[i] if p.group else value))
+
+    def _poisoned(self, parameter: Parameter, value: np.ndarray) -> np.ndarray:
+        if parameter.letters[0] != "n" or not self.op.has_live:
+            return value
+        value = value.copy()
+        value[self.live :] = np.nan if value.dtype.kind == "f" else 2**30
+        return value
+
+    def _read(self, memory: Any, roots: list[list[Buffer]]) -> list[list[np.ndarray]]:
+        results = []
+        for p, group in zip(self.op.outputs, roots, strict=True):
+            arrays = []
+            for i, root in enumerate(group):
+                raw = memory.read(root).astype(np.float64)
+                assert (raw[:GUARD] == 7).all() and (raw[-GUARD:] == 7).all(), (
+                    f"wrote outside '{p.name}'"
+                )
+                value = raw[GUARD:-GUARD].reshape(shape_of(p, self.dims, i))
+                if p.letters[0] == "n" and self.op.has_live:
+                    dead = value[self.live :]
+                    untouched = np.isnan(dead) if p.updated else dead == 7
+                    assert untouched.all(), f"wrote rows of '{p.name}' beyond the live ones"
+                    value = value[: self.live]
+                arrays.append(value)
+            results.append(arrays)
+        return results
+
+    def check(self, device: Any) -> float:
+        """Compares; returns the largest share of the allowance used."""
+        seen, reference = self.reference()
+        types = [p.dtype or self.target for p in self.op.outputs]
+        with np.errstate(invalid="ignore", over="ignore"):
+            weighted = any(p.name in WEIGHTS for p in self.op.inputs)
+            other_type = self.activation is not F32 and self.weight is not self.activation
+            if self.case.exact:
+                reference = tuple(
+                    r.astype(t.numpy).astype(np.float64)
+                    for r, t in zip(reference, types, strict=True)
+                )
+            rounds_weights = weighted and other_type
+            bounds = allowance(self.case, seen, reference, self.activation, types, rounds_weights)
+            if self.case.exact:
+                bounds = [np.zeros_like(r) for r in reference]
+        used = 0.0
+        for p, got, want, bound in zip(
+            self.op.outputs, self.run(device), reference, bounds, strict=True
+        ):
+            triples = zip(got, want, bound, strict=True) if p.group else [(got[0], want, bound)]
+            for g, w, b in triples:
+                w, b = np.broadcast_to(w, g.shape), np.broadcast_to(b, g.shape)
+                same = (g == w) | (np.isnan(g) & np.isnan(w))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    share = np.abs(g - w) / np.maximum(b, np.finfo(np.float64).tiny)
+                share = np.where(same, 0.0, np.where(np.isnan(share), np.inf, share))
+                worst = float(share.max(initial=0.0))
+                assert worst <= 1.0, (
+                    f"'{p.name}' is off by {worst:.2f} of its allowance; sizes {self.dims}, live "
+                    f"{self.live}"
+                )
+                used = max(used, worst)
+        return used
+
+
+class Chosen(Bench):
+    """A call of chosen sizes, with every input that it may have."""
+
+    def __init__(
+        self,
+        case: Case,
+        activation: DType,
+        dims: dict[str, Any],
+        weight: DType | None = None,
+        target: DType | None = None,
+        live: int | None = None,
+        attributes: dict[str, float] | None = None,
+        seed: int = 0,
+    ):
+        self.case, self.op, self.activation = case, case.op, activation
+        self.weight, self.target = weight or activation, target or activation
+        letters = {x for p in case.op.inputs + case.op.outputs for x in p.letters}
+        self.dims = {letter: size for letter, size in dims.items() if letter in letters}
+        self.group = max((len(s) for s in self.dims.values() if isinstance(s, tuple)), default=1)
+        self.attributes = {
+            name: (attributes or {}).get(name, ATTRIBUTES[name]) for name in case.op.attributes
+        }
+        self.absent = {"residual"} if self.group > 1 else set()
+        self.live = self.dims.get("n", 0) if live is None else live
+        self.rng = np.random.default_rng(seed)
+        self.values = self._draw_values()

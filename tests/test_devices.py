@@ -1,0 +1,161 @@
+"""Which device a name stands for here, and on machines that are not here."""
+
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from krnl import devices, doctor
+from krnl.backends.base import Limits, Paper
+from krnl.backends.cpu import CpuBackend
+from krnl.backends.reference import ReferenceBackend
+from krnl.devices import activation_type, has_metal, open_backend, planning_device
+from krnl.dtypes import BF16, F16, F32, DType
+from krnl.errors import BackendError, ConfigError
+from krnl.planning import plan_run, print_plan
+from runs import krnl_process, settings
+
+MIB = 2**20
+
+
+class FakeMetal(ReferenceBackend):
+    """Computes, and calls itself metal."""
+
+    name = "metal"
+    device_name = "a GPU of [brackets]"
+    limits = Limits(8 * 2**30, 2**30, 0, (F16, F32), 1)
+
+    def __init__(self) -> None:
+        super().__init__(rounds=True)
+
+
+@pytest.fixture
+def with_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyObjC's Metal is installed, and opens FakeMetal."""
+    monkeypatch.setitem(sys.modules, "Metal", ModuleType("Metal"))
+    monkeypatch.setattr("krnl.backends.metal.MetalBackend", FakeMetal)
+
+
+@pytest.fixture
+def without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyObjC's Metal is not installed."""
+    monkeypatch.delitem(sys.modules, "Metal", raising=False)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, system: str, machine: str) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+
+
+def test_auto_takes_metal_on_apple_silicon(monkeypatch, with_metal):
+    on(monkeypatch, "darwin", "arm64")
+    assert isinstance(open_backend("auto"), FakeMetal)
+    assert activation_type(open_backend("auto"), "auto") is F16
+    assert isinstance(open_backend("cpu"), CpuBackend)
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "x86_64"), ("linux", "aarch64")])
+def test_auto_takes_the_cpu_elsewhere(monkeypatch, with_metal, system, machine):
+    on(monkeypatch, system, machine)
+    assert isinstance(open_backend("auto"), CpuBackend)
+    assert isinstance(open_backend("metal"), FakeMetal)
+
+
+def test_auto_takes_the_cpu_without_pyobjc(monkeypatch, without_metal):
+    on(monkeypatch, "darwin", "arm64")
+    assert not has_metal()
+    assert isinstance(open_backend("auto"), CpuBackend)
+
+
+def test_plans_are_made_on_paper_where_metal_is_not(without_metal):
+    paper = planning_device("metal")
+    assert isinstance(paper, Paper)
+    assert activation_type(paper, "auto") is F16
+    with pytest.raises(ConfigError, match=r"'bf16', in which the metal device does not compute"):
+        activation_type(paper, "bf16")
+    assert isinstance(planning_device("cpu"), CpuBackend)
+
+
+def test_plans_are_of_the_device_where_it_is(with_metal):
+    assert isinstance(planning_device("metal"), FakeMetal)
+
+
+def said_of(model: Path, data: Path, backend: object, activation: DType, capsys) -> str:
+    config = settings(model, data, Path("out"))
+    planned = plan_run(config, backend, activation)  # type: ignore[arg-type]
+    print_plan(planned, Console(width=160), dispatches=False)
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_whether_the_memory_suffices(model, data, capsys):
+    cpu = CpuBackend()
+    assert "on this machine" not in said_of(model, data, cpu, F32, capsys)
+    cpu.limits = Limits(3 * MIB, 2**40, 0, (F32, BF16), 1)
+    assert "cpu may use 3.0 MiB on this machine, too little" in said_of(
+        model, data, cpu, F32, capsys
+    )
+    paper = Paper("metal", cpu.limits, cpu.kernels)
+    assert "metal is not on this machine" in said_of(model, data, paper, F32, capsys)
+
+
+@pytest.mark.skipif(has_metal(), reason="this machine has Metal")
+def test_metal_elsewhere_as_commands(model, data, tmp_path):
+    """A plan, and one sentence for anything that would compute."""
+    plan = krnl_process("plan", model, "--device", "metal", "--tokens", 64)
+    assert plan.returncode == 0, plan.stderr
+    assert "on metal in f16: passes of up to 64 tokens" in plan.stdout
+    assert "metal is not on this machine" in plan.stdout
+    for command in (
+        ("train", "--model", model, "--data", data, "--out", tmp_path / "out"),
+        ("generate", model, "Cora"),
+        ("profile", model),
+    ):
+        ended = krnl_process(*command, "--device", "metal")
+        assert ended.returncode == 2, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
+        assert ended.stderr.startswith("krnl: The metal device ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def one_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor looks at one instruction set, as it has others to look at."""
+    monkeypatch.setattr(doctor, "available_isas", lambda: ["plain"])
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
+    passed = doctor.examine(Console(width=200))
+    return passed, capsys.readouterr().out
+
+
+def test_the_doctor_examines_metal(with_metal, one_isa, capsys):
+    passed, said = examined(capsys)
+    assert passed, said
+    assert "metal: a GPU of [brackets], may use 8.0 GiB, at most 1.0 GiB in one piece" in said
+    assert "pass one step on metal in f16" in said
+    assert "pass one step on metal in f32" in said
+
+
+def test_the_doctor_says_what_metal_needs(without_metal, one_isa, capsys):
+    passed, said = examined(capsys)
+    assert passed, said
+    assert "metal: not here; it needs a Mac with Apple silicon and PyObjC" in said
+
+
+@pytest.mark.parametrize("where", ["__init__", "compile"])
+def test_a_metal_that_fails_does_not_end_the_examination(
+    monkeypatch, with_metal, one_isa, capsys, where
+):
+    def fails(*arguments: object) -> None:
+        raise BackendError("kernel 'gemm' [f16] is broken.")
+
+    monkeypatch.setattr(FakeMetal, where, fails)
+    passed, said = examined(capsys)
+    assert not passed
+    assert said.count("FAIL") == (1 if where == "__init__" else 2)
+    assert "kernel 'gemm' [f16] is broken." in said
+    assert "pass one step on cpu (plain) in f32" in said

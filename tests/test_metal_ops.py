@@ -1,0 +1,211 @@
+"""Every op on the Metal backend, in the simulator, against its float64 reference: the cases and
+allowances of the CPU. Small calls run in a checked build, which reports races, reads of what was
+never written and accesses out of bounds; large ones in a fast build."""
+
+import os
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from krnl.dtypes import BF16, F16, F32, DType
+from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.metal.sources import FOLDER, source
+from krnl.kernels.metal.table import TABLE
+from krnl.kernels.metal.variants import VARIANTS, Variant, launch
+from krnl.plan.arena import plan
+from krnl.plan.buffer import Buffer, Kind
+from krnl.plan.lower import Table
+from krnl.plan.op import op
+from krnl.plan.step import Call, Step
+from metalsim import build
+from metalsim.install import SimulatedBackend, metal_backend
+from op_bench import WEIGHTS, Bench, Chosen
+from op_cases import CASES, Case
+
+EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 4)
+# A call of more arithmetic or more elements than this takes seconds in a checked build.
+CHECKED_FLOPS, CHECKED_ELEMENTS = 4e6, 4e4
+BY_NAME = {case.op.name: case for case in CASES}
+# Ops and what their activations are: float32 or float16; a cast takes bf16 as well.
+CALLS = [(name, dtype) for name in BY_NAME for dtype in (F32, F16)] + [("cast", BF16)]
+# In these, numbers must hold as well: Metal's fast math assumes that there are neither infinities
+# nor NaN, and a GPU may take subnormal floats for zero.
+ARITHMETIC: dict[str, dict[str, Any]] = {
+    "fast-math": {"flags": ("-ffast-math",)},
+    "flush-to-zero": {"flush_to_zero": True},
+}
+
+
+@cache
+def backend(mode: str, arithmetic: str = "") -> SimulatedBackend:
+    """Runs at once what is enqueued: the order in which a queue works is test_backend_metal's."""
+    return metal_backend(mode, eager=True, **ARITHMETIC.get(arithmetic, {}))
+
+
+def backend_for(bench: Bench) -> SimulatedBackend:
+    elements = sum(np.size(v) for value in bench.values.values() for v in _arrays(value))
+    small = bench.op.flops(bench.dims) <= CHECKED_FLOPS and elements <= CHECKED_ELEMENTS
+    return backend("checked" if small else "fast")
+
+
+def _arrays(value: Any) -> list[np.ndarray]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def check(bench: Bench, device: SimulatedBackend) -> float:
+    """The share of the allowance that was used. A report is what fails, if there is one."""
+    device.simulation.reports.clear()
+    try:
+        return bench.check(device)
+    finally:
+        device.simulation.expect_clean()
+
+
+def examples(count: int) -> Any:
+    """No shrinking: a failing call names its sizes, and running many more takes minutes."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+every_call = pytest.mark.parametrize(("name", "activation"), CALLS, ids=str)
+
+
+@every_call
+def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
+    case, used = BY_NAME[name], list[float]()
+
+    @examples(EXAMPLES)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        bench = Bench(case, data.draw, activation)
+        used.append(check(bench, backend_for(bench)))
+
+    run()
+    record_property("share_of_allowance", max(used))
+    print(f"{name} metal {activation}: at most {max(used):.0%} of the allowance")
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+@every_call
+def test_op_matches_in_other_arithmetic(name: str, activation: DType, arithmetic: str) -> None:
+    @examples(max(1, EXAMPLES // 3))
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        check(Bench(BY_NAME[name], data.draw, activation), backend("fast", arithmetic))
+
+    run()
+
+
+# Whole tiles; ragged ones; a single row with long sums, where kernels cut the sum into pieces.
+SIZES: dict[str, dict[str, Any]] = {
+    "whole": {"n": 64, "c": 64, "f": 64, "v": 64, "t": 64, "m": 96, "d": 64, "p": 32, "q": 32}
+    | {"o": (64, 96), "r": (32, 32), "elements": 1024},
+    "ragged": {"n": 37, "c": 45, "f": 39, "v": 51, "t": 41, "m": 70, "d": 26, "p": 13, "q": 9}
+    | {"o": (45, 19, 7), "r": (13, 9, 4), "elements": 1001},
+    "long": {"n": 1, "c": 1028, "f": 516, "v": 2051, "t": 9, "m": 1500, "d": 16, "p": 8, "q": 8}
+    | {"o": (516,), "r": (16,), "elements": 40001},
+}
+
+
+def chosen(
+    case: Case, sizes: str, activation: DType, weight: DType | None = None, target: Any = None
+) -> Bench:
+    """Four heads that share two key heads; every row is live but the last one of several."""
+    parameters = case.op.inputs + case.op.outputs
+    letters = {x for p in parameters for x in p.letters}
+    dims = {**SIZES[sizes], "h": 4, "g": 2}
+    dims["s"] = sum(dims["r"]) if "r" in letters else dims["p"] + dims["q"]
+    if "d" in letters:
+        dims["p"] = dims["d"] // 2
+    elif parameters[0].letters == ("p",):
+        dims["p"] = dims["elements"]
+    live = max(1, dims["n"] - 1) if case.op.has_live else None
+    return Chosen(case, activation, dims, weight, target, live)
+
+
+@cache
+def sweep(name: str, activation: DType) -> frozenset[str]:
+    """Runs an op on all chosen sizes with every type of weight and output; the kernels it took."""
+    case, device = BY_NAME[name], backend("checked")
+    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
+    weights = (F16, BF16, F32) if weighted else (activation,)
+    free = any(p.any_float for p in case.op.outputs)
+    targets = (F16, BF16, F32) if name == "cast" else (activation, F32) if free else (activation,)
+    before = Counter(device.simulation.executed)
+    for sizes, weight, target in product(SIZES, weights, targets):
+        check(chosen(case, sizes, activation, weight, target), device)
+    return frozenset(device.simulation.executed - before)
+
+
+@every_call
+def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> None:
+    assert sweep(name, activation)
+
+
+@every_call
+def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
+    device = backend("fast")
+    for sizes in SIZES:
+        bench, results = chosen(BY_NAME[name], sizes, activation), []
+        for seed in (0, 1, 2):
+            device.simulation.seed = seed
+            results.append(bench.run(device))
+        device.simulation.seed = 0
+        for other in results[1:]:
+            np.testing.assert_equal(other, results[0])
+
+
+def test_every_op_has_a_row_and_every_row_an_op() -> None:
+    assert {row.op for row in TABLE.rows} == set(BY_NAME)
+
+
+@op("a[p] b[q] -> c[s]:any")
+def experiment(a: Any, b: Any) -> Any:
+    """Stands for a product whose numbers are judged by test_metal_variants."""
+
+
+def run_variant(variant: Variant) -> frozenset[str]:
+    """One of the report's experiments, on 64×64 tiles of 64 steps; the kernels it took."""
+    size = 64
+
+    def launches(call: Call, workspace: Buffer | None) -> list[Launch]:
+        a, b = call.reads()
+        (c,) = call.writes()
+        return [launch(variant, a, b, c, size, size, size)]
+
+    device = metal_backend("fast", Table("metal", [GpuRow("experiment", launches=launches)]))
+    a, b = (Buffer(name, (size * size,), variant.operand, Kind.INPUT) for name in "ab")
+    c = Buffer("c", (size * size,), variant.output, Kind.STATE)
+    step = Step("experiment", variant.output)
+    step(experiment, a, b, into=c)
+    (planned,) = plan([step], device.kernels)
+    memory = device.allocate(planned.layout)
+    device.compile(planned, memory).run()
+    memory.read(c)
+    return frozenset(device.simulation.executed)
+
+
+def test_every_kernel_was_executed() -> None:
+    """By an op's test above, or as an experiment of the report."""
+    executed = {function for call in CALLS for function in sweep(*call)}
+    executed |= {f for variant in VARIANTS for f in run_variant(variant)}
+    there = {
+        function
+        for path in sorted(FOLDER.glob("*.metal"))
+        for function in build.library(source(path.stem), "fast").functions
+    }
+    assert there - executed == set()
