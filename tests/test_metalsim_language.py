@@ -221,12 +221,15 @@ def test_unions_and_structures_hold_vectors():
     source = """
         struct Pair { half4 a; float2 b; };
         union Bits { float4 v; uint u[4]; float f[4]; half2 h[4]; };
+        Bits copied(Bits b) { Bits c = b; c.u[3] = 0; return c; }
         kernel void test(device float *out) {
             Bits bits; bits.v = float4(1, 2, 3, 4); bits.f[2] = 7; out[0] = bits.v.z;
+            Bits other = {float4(5)}; other = copied(bits); out[5] = other.v.x + other.v.w;
             out[1] = bits.u[0]; Pair p = {half4(1, 2, 3, 4), float2(5, 6)}; Pair q = p;
             out[2] = q.a.w + q.b.y; float4 list[2] = {float4(1), {1, 2, 3, 4}}; out[3] = list[1].w;
             bits.h[0] = half2(1, 2); out[4] = bits.u[0]; }"""
-    assert run(source, out=np.zeros(5, np.float32)).tolist() == [7, 0x3F800000, 10, 4, 0x40003C00]
+    assert run(source, out=np.zeros(6, np.float32)).tolist() == [
+        7, 0x3F800000, 10, 4, 0x40003C00, 1]  # fmt: skip
 
 
 def test_as_type():

@@ -1,5 +1,7 @@
 """Kernels, their arguments, constants and instantiations; what is refused; what is compiled."""
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +164,34 @@ def test_every_form_of_instantiation():
     assert library.resources("renamed").max_threads == 64
 
 
+def test_instantiations_are_matched_with_the_kernel_they_mean():
+    """By the number of template arguments, or by the types of the parameters."""
+    source = """
+        constant int eight [[function_constant(08)]];
+        template <typename T, bool small = sizeof(T) < 8, enable_if_t<(sizeof(T) < 8), int> = 0>
+        T twice(T x) { return small ? x + x : x; }
+        template <typename T> [[kernel]] void fill(device T *y [[buffer(0)]],
+            constant T &x [[buffer(1)]])
+        { y[0] = twice(x) + T(eight); }
+        template [[host_name("fill_f32")]] [[kernel]] void fill(device float *y [[buffer(0)]],
+                                                                constant float &x [[buffer(1)]]);
+        template <int N> [[kernel, max_total_threads_per_threadgroup(N * 32)]]
+        void wide(device float *y [[buffer(2)]]) { y[0] = N; }
+        template <int N, typename T> [[kernel, max_total_threads_per_threadgroup(N * 64)]]
+        void wide(device T *y [[buffer(1)]], device const T *x [[buffer(0)]]) { y[0] = x[0] + N; }
+        template [[host_name("one")]] [[kernel]] decltype(wide<2>) wide<2>;
+        template [[host_name("two")]] [[kernel]] decltype(wide<3, half>) wide<3, half>;"""
+    library = build.library(START + source, "checked")
+    y, half = Buffer(4), Buffer(2)
+    library.launch("fill_f32", [y, np.float32(3)], 1, 1, constants={"eight": 8})
+    assert y.view(np.float32)[0] == 14
+    library.launch("one", [None, None, y], 1, 1)
+    assert y.view(np.float32)[0] == 2
+    library.launch("two", [np.float16(0.5), half], 1, 1)
+    assert half.view(np.float16)[0] == 3.5
+    assert [library.resources(name).max_threads for name in ("one", "two")] == [64, 192]
+
+
 def test_overloads_that_differ_in_the_address_space_alone_are_one():
     source = """
         template <typename T> struct is_device { static constexpr constant bool value = false; };
@@ -177,6 +207,7 @@ def test_overloads_that_differ_in_the_address_space_alone_are_one():
             float re, im;
             constexpr Complex(float a, float b) thread : re(a), im(b) {}
             constexpr Complex(float a, float b) threadgroup : re(a), im(b) {}
+            constexpr Complex(float a, float b) constant : re(a), im(b) {}
             float norm() const thread { return re * re + im * im; }
             float norm() const device { return re * re + im * im; }
             float norm() const threadgroup { return re * re + im * im; }
@@ -278,3 +309,13 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     assert build.library(source, "fast", ("-DNUMBER=2",)).path != first.path
     assert build.library(source, "checked", ("-DNUMBER=1",)).path != first.path
     assert sorted(Path(tmp_path).glob("*")) == sorted(Path(tmp_path).glob("*.so"))
+
+
+def test_libraries_unused_for_a_while_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    old, recent = tmp_path / "old.so", tmp_path / "recent.so"
+    for path, age in ((old, build.KEPT_SECONDS + 60), (recent, build.KEPT_SECONDS - 60)):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    build.library(START + "kernel void f(device float *x) { x[0] = 7; }", "fast")
+    assert (old.exists(), recent.exists()) == (False, True)

@@ -134,13 +134,15 @@ def test_simdgroup_matrices(mode, operand, sum_):
         simdgroup_multiply_accumulate(t, y, z, s);
         simdgroup_store(s, out);
         simdgroup_store(t, out + 64, 16, ulong2(4, 0), true);
-        simdgroup_multiply(t, x, z);
+        simdgroup_multiply(t, x, z); x = x * simdgroup_matrix<{operand}, 8, 8>({operand}(2)) * z;
         simdgroup_store(t, out + 192, 8, ulong2(0), false);
         s = make_filled_simdgroup_matrix<{sum_}, 8, 8>({sum_}(3));
         t = simdgroup_matrix<{sum_}, 8, 8>({sum_}(2));
         s.thread_elements()[0] += t.thread_elements()[0];
-        simdgroup_store(s, out + 256); }}"""
-    out = run(source, a, b, c, out=np.zeros(320, DTYPES[sum_]), threads=32, mode=mode)
+        simdgroup_store(s, out + 256);
+        s.thread_elements()[0] = x.thread_elements()[0];
+        s.thread_elements()[1] = x.thread_elements()[1]; simdgroup_store(s, out + 320); }}"""
+    out = run(source, a, b, c, out=np.zeros(384, DTYPES[sum_]), threads=32, mode=mode)
     a, b, c = (m.astype(np.float64) for m in (a, b, c))
     x, y, z = a[16:24, 8:16], b[8:16, 3:11].T, b[:8, :8]
     s = x @ y + c
@@ -150,7 +152,8 @@ def test_simdgroup_matrices(mode, operand, sum_):
     assert np.array_equal(out[192:256].reshape(8, 8), (x @ z).astype(DTYPES[sum_]))
     even = np.zeros((8, 8))
     even[np.arange(0, 8, 2), np.arange(0, 8, 2)] = 2
-    assert np.array_equal(out[256:].reshape(8, 8), 3 + even)
+    assert np.array_equal(out[256:320].reshape(8, 8), 3 + even)
+    assert np.array_equal(out[320:].reshape(8, 8), 2 * x @ z)
 
 
 def test_chains_of_products_wait_for_one_another():

@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ from .source import Source, convert
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
+KEPT_SECONDS = 7 * 24 * 3600
 OLDEST_CLANG = 16  # the first that can round half after every operation
 Mode = Literal["checked", "fast"]
 
@@ -64,6 +67,7 @@ CHECKED = (
 LINK = (
     "-shared",
     "-nostdlib++",
+    "-fno-sanitize=undefined",  # zig would add a runtime of its own, which ends the process
     *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
 )
 
@@ -167,9 +171,21 @@ def cached(name: str, key: Sequence[str], make: Callable[[Path], Path]) -> Path:
     digest = hashlib.sha256("\0".join((*key, *LINK, *cxx.command, cxx.version)).encode())
     path = cache_folder() / f"{name}-{digest.hexdigest()[:20]}.so"
     if not path.exists():
+        forget_unused(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             os.replace(make(Path(scratch)), path)
+    os.utime(path)
     return path
+
+
+def forget_unused(folder: Path) -> None:
+    """Removes libraries that nothing has asked for in a while. Processes that have them loaded keep
+    them."""
+    oldest = time.time() - KEPT_SECONDS
+    for path in folder.glob("*.so"):
+        with suppress(FileNotFoundError):  # another process was faster
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 @functools.cache

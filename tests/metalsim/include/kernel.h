@@ -118,7 +118,7 @@ struct kernel_registration<Function, void (*)(Parameter...), void(Binding...)> :
   static_assert(sizeof...(Parameter) == sizeof...(Binding));
   SimArgument arguments[sizeof...(Parameter) + 1];
 
-  __attribute__((no_sanitize("thread"), nodebug)) static void run(SimThread *thread_) {
+  __attribute__((no_sanitize("thread"))) static void run(SimThread *thread_) {
     Function(argument<Binding, Parameter>::get(thread_)...);
   }
   kernel_registration(const char *name, const char *const *names, int max_threads) {
