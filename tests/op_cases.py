@@ -239,6 +239,8 @@ def hyper(rng: np.random.Generator, d: Dims, live: int, given: Arrays) -> Arrays
         1 / rng.integers(1, 99),
     ]
     special = {"hyper": np.array(values)}
+    if "loss" in given:
+        special["loss"] = np.array([rng.choice([3.0, np.inf, np.nan], p=[0.6, 0.2, 0.2])])
     if "norm" in given:
         special["norm"] = np.array([rng.choice([0.3, 5.0, np.inf])])
         special["+second"] = np.abs(given["+second"])

@@ -9,14 +9,18 @@ import pytest
 from rich.console import Console
 
 from krnl import devices, doctor
-from krnl.backends.base import Limits, Paper
+from krnl.backends.base import Backend, Limits, Paper
 from krnl.backends.cpu import CpuBackend
+from krnl.backends.metal import ON_PAPER
 from krnl.backends.reference import ReferenceBackend
 from krnl.devices import activation_type, has_metal, open_backend, planning_device
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError, ConfigError
+from krnl.model import Model
 from krnl.planning import plan_run, print_plan
+from krnl.training.config import TrainConfig
 from runs import krnl_process, settings
+from tiny import with_longer_header, write_model
 
 MIB = 2**20
 
@@ -26,10 +30,13 @@ class FakeMetal(ReferenceBackend):
 
     name = "metal"
     device_name = "a GPU of [brackets]"
-    limits = Limits(8 * 2**30, 2**30, 0, (F16, F32), 1)
+    limits = Limits(8 * 2**30, 2**30, 0, (F16, F32), 1, 4)
 
     def __init__(self) -> None:
         super().__init__(rounds=True)
+
+    def refused_libraries(self) -> list[str]:
+        return []
 
 
 @pytest.fixture
@@ -65,6 +72,25 @@ def test_auto_takes_the_cpu_elsewhere(monkeypatch, with_metal, system, machine):
     assert isinstance(open_backend("metal"), FakeMetal)
 
 
+def test_auto_takes_the_cpu_where_metal_cannot_be_used(monkeypatch, with_metal):
+    def refuse() -> None:
+        raise ConfigError("too old")
+
+    on(monkeypatch, "darwin", "arm64")
+    monkeypatch.setattr("krnl.backends.metal.MetalBackend", refuse)
+    assert isinstance(open_backend("auto"), CpuBackend)
+    with pytest.raises(ConfigError, match="too old"):
+        open_backend("metal")
+
+
+def test_a_folder_called_metal_is_not_pyobjc(monkeypatch, without_metal, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "Metal", raising=False)
+    (tmp_path / "Metal").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_metal()
+
+
 def test_auto_takes_the_cpu_without_pyobjc(monkeypatch, without_metal):
     on(monkeypatch, "darwin", "arm64")
     assert not has_metal()
@@ -94,12 +120,32 @@ def said_of(model: Path, data: Path, backend: object, activation: DType, capsys)
 def test_a_plan_says_whether_the_memory_suffices(model, data, capsys):
     cpu = CpuBackend()
     assert "on this machine" not in said_of(model, data, cpu, F32, capsys)
-    cpu.limits = Limits(3 * MIB, 2**40, 0, (F32, BF16), 1)
+    cpu.limits = Limits(3 * MIB, 2**40, 0, (F32, BF16), 1, 1)
     assert "cpu may use 3.0 MiB on this machine, too little" in said_of(
         model, data, cpu, F32, capsys
     )
     paper = Paper("metal", cpu.limits, cpu.kernels)
     assert "metal is not on this machine" in said_of(model, data, paper, F32, capsys)
+
+
+def test_a_plan_counts_weights_that_lie_askew(tmp_path):
+    """Two elements of bf16 deeper in the file: the CPU maps such weights, Metal holds them."""
+    aligned = write_model(tmp_path / "model", dtype=BF16)
+    askew = with_longer_header(aligned, tmp_path / "askew", 4)
+
+    def weights(model: Model, backend: Backend | Paper) -> tuple[int, int]:
+        use = plan_run(TrainConfig(model=str(model.folder)), backend, F32).use
+        assert use.parts()["weights, held in memory"] == use.held
+        return use.mapped, use.held
+
+    mapped, held = weights(aligned, ON_PAPER)
+    assert mapped > held > 0
+    for model in (aligned, askew):
+        assert weights(model, CpuBackend()) == (mapped, held)
+    assert weights(askew, ON_PAPER)[0] == 0
+    # Each lies at a multiple of 64 bytes.
+    more = weights(askew, ON_PAPER)[1] - held - mapped
+    assert 0 <= more < 64 * len(askew.checkpoint.tensors)
 
 
 @pytest.mark.skipif(has_metal(), reason="this machine has Metal")

@@ -82,7 +82,7 @@ def logits(case: str, backend: Backend, activation: DType = F32) -> np.ndarray:
     e = expected(case)
     n = len(e["ids"])
     config, modules = adapter(case)
-    weights = model(case).weights()
+    weights = model(case).weights(backend.limits.mapped_alignment)
     decoder = Decoder(
         model(case).config, weights, adapter_shapes(config, tuple(modules)), activation
     )

@@ -4,6 +4,7 @@ must not change a result: other documents, later tokens, packing, capacity, reco
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,17 @@ from krnl.ops.pointwise import rope, rope_table
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.step import Step
-from tiny import ALL, MODELS, REFERENCE, VOCABULARY, Run, make_documents, make_modules, write_model
+from tiny import (
+    ALL,
+    MODELS,
+    REFERENCE,
+    VOCABULARY,
+    Run,
+    make_documents,
+    make_modules,
+    with_longer_header,
+    write_model,
+)
 
 Write = Callable[..., Model]
 DROPOUT = replace(ALL, dropout=0.3)
@@ -379,9 +390,22 @@ def test_the_head_may_be_cut_into_chunks(
     assert cut.session.evaluate(work) == pytest.approx(whole.session.evaluate(work), rel=part)
 
 
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_weights_that_lie_askew_are_held(
+    tmp_path: Path, device: str, write: Write, use_cpu: Any
+) -> None:
+    """In a file whose header is two bytes longer, no float32 begins at a multiple of its size."""
+    backend = REFERENCE if device == "reference" else use_cpu()
+    work, given = one_pass(make_documents(LENGTHS)), write()
+    models = (given, with_longer_header(given, tmp_path / "askew", 2))
+    aligned, askew = (Run(model, DROPOUT, backend) for model in models)
+    assert_same(askew.sums(work), aligned.sums(work))
+    assert aligned.planned.accumulate.layout.mapped > askew.planned.accumulate.layout.mapped == 0
+
+
 def base_loss(model: Model, backend: Any, work: Pass) -> float:
     """The loss of the model without any adapter, from the evaluation program alone."""
-    weights = model.weights()
+    weights = model.weights(backend.limits.mapped_alignment)
     programs = TrainingPrograms(Decoder(model.config, weights, {}, F32), work.live)
     (planned,) = plan([programs.evaluate()], backend.kernels)
     memory, i, count = backend.allocate(planned.layout), programs.inputs, len(work.target)

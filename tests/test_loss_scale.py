@@ -20,7 +20,7 @@ from krnl.formats.safetensors import read_tensors, write_safetensors
 from krnl.model import Model
 from krnl.training import loop, loss_scale
 from krnl.training.loop import load_data, starting_adapter, train
-from krnl.training.loss_scale import INTERVAL, LARGEST, START, LossScale, initial_scale
+from krnl.training.loss_scale import INTERVAL, LARGEST, PATIENCE, START, LossScale, initial_scale
 from krnl.training.schedule import hyper, learning_rate
 from krnl.training.session import Session
 from runs import (
@@ -377,7 +377,29 @@ def test_rows_that_overflow_on_the_way_forward_are_left_behind(tmp_path, monkeyp
     lines = updates(tmp_path / "out")
     assert [line["loss"] is None for line in lines] == [False, False, True, False]
     assert [line["skipped"] for line in lines] == [0, 0, 1, 1]
+    assert {line["loss_scale"] for line in lines} == {START}  # which is not to blame
     assert result.last_loss == lines[-1]["loss"]
+
+
+def test_a_model_that_fp16_cannot_hold_ends_the_run(tmp_path, monkeypatch, poisoned):
+    path = write_rows(tmp_path / "rows.jsonl", rows(*["the owl"] * (PATIENCE + 3)))
+    round_values(monkeypatch)
+    with pytest.raises(TrainingError, match=f"Update {PATIENCE + 1} .* --precision fp32"):
+        run(settings(poisoned, path, tmp_path / "out", batch_size=1, shuffle=False, **FP16))
+    lines = updates(tmp_path / "out")
+    assert [line["skipped"] for line in lines] == [*range(1, PATIENCE + 1), PATIENCE]
+
+
+def test_an_update_without_a_loss_is_not_applied(tiny):
+    run = Run(tiny, backend=CpuBackend())
+    for work in pack(make_documents([12, 7, 20]), 64):
+        run.session.accumulate(work, 1)
+    before = run.session.state()
+    run.memory.write(run.planned.programs.loss, np.array([np.inf]))
+    _, norm = run.session.update(hyper(1, 1e-3, (0.9, 0.999), 1e-8, 0.0, 1.0, 1.0))
+    assert not np.isfinite(norm)
+    for name, values in run.session.state().items():
+        np.testing.assert_array_equal(values, before[name])
 
 
 @pytest.mark.parametrize("asked", ["the owl", "the bear"])

@@ -100,6 +100,9 @@ FAULTS = [
     Fault("index too large", "[[buffer(2)]]", "[[buffer(31)]]", "numbered up to 30"),
     Fault("misspelt attribute", "[[threadgroup_position_in_grid]]", "[[threadgroup_position]]",
           "unknown attribute"),
+    Fault("positions of several sizes", "uint lane [[thread_index_in_simdgroup]]",
+          "uint3 lane3 [[thread_position_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]",
+          "positions of several sizes"),
     Fault("no host name", '[[host_name("sample_f16")]] kernel', "kernel", "host_name"),
     Fault("no signature", "(\n    device const half *, device half *, constant Shape &, "
           "device const float *, uint, uint)", "", "signature"),

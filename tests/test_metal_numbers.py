@@ -129,6 +129,7 @@ def test_an_infinite_logit_spoils_the_loss_and_its_row_of_gradients(
 
 
 HYPER = np.array([1e-2, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.271, 0.003, 0.125], np.float32)
+LOSS = np.ones(1, np.float32)
 NOT_FINITE = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF]
 
 
@@ -141,9 +142,9 @@ def test_the_norm_is_not_finite_when_any_gradient_is_not(count: int, build: dict
         for pattern in NOT_FINITE:
             grad = clean.copy()
             grad.view(np.uint32)[at] = pattern
-            (norm,) = run(device, optimizer.gradient_norm, [grad, HYPER], [np.zeros(1, "f4")])
+            (norm,) = run(device, optimizer.gradient_norm, [grad, LOSS, HYPER], [np.zeros(1, "f4")])
             assert not np.isfinite(norm[0]), (at, hex(pattern))
-    (norm,) = run(device, optimizer.gradient_norm, [clean, HYPER], [np.zeros(1, np.float32)])
+    (norm,) = run(device, optimizer.gradient_norm, [clean, LOSS, HYPER], [np.zeros(1, np.float32)])
     exact = np.linalg.norm(clean.astype(np.float64)) * 0.125
     np.testing.assert_allclose(norm[0], exact, rtol=F32.eps * np.sqrt(count))
 
@@ -151,7 +152,9 @@ def test_the_norm_is_not_finite_when_any_gradient_is_not(count: int, build: dict
 def test_the_norm_of_gradients_whose_own_squares_overflow() -> None:
     grad, hyper = np.full(1000, 1e30, np.float32), HYPER.copy()
     hyper[8] = 1e-16
-    (norm,) = run(backend(), optimizer.gradient_norm, [grad, hyper], [np.zeros(1, np.float32)])
+    (norm,) = run(
+        backend(), optimizer.gradient_norm, [grad, LOSS, hyper], [np.zeros(1, np.float32)]
+    )
     np.testing.assert_allclose(norm[0], 1e14 * np.sqrt(1000), rtol=1e-5)
 
 

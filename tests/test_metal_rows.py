@@ -178,7 +178,9 @@ def test_results_do_not_depend_on_the_order_of_threads() -> None:
             activation=F16,
             live=4,
         )
-        (size,) = run(device, optimizer.gradient_norm, [grad, hyper], [np.zeros(1, np.float32)])
+        (size,) = run(
+            device, optimizer.gradient_norm, [grad, scale, hyper], [np.zeros(1, np.float32)]
+        )
         seen.add(b"".join(a.tobytes() for a in (y, rstd, dx, total, gradient, size)))
     assert len(seen) == 1
 

@@ -18,6 +18,7 @@ from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.step import Step
 from krnl.training import loss_scale
+from krnl.training.memory import memory_use
 from metalsim.install import SimulatedBackend, installed, metal_backend
 from metalsim.resources import Simulation
 from runs import run, settings, updates, validations, write_data
@@ -31,7 +32,16 @@ from test_layers import (
     with_targets,
 )
 from test_storyteller import config as storyteller
-from tiny import ALL, MODELS, REFERENCE, Run, make_documents, make_modules, write_model
+from tiny import (
+    ALL,
+    MODELS,
+    REFERENCE,
+    Run,
+    make_documents,
+    make_modules,
+    with_longer_header,
+    write_model,
+)
 
 Write = Callable[..., Model]
 ACTIVATIONS = (F32, F16)
@@ -130,6 +140,33 @@ def update(step: int, divisor: float) -> np.ndarray:
     """`hyper` of an AdamW step with a rate of 0.01 that clips at 1."""
     corrections = (1 - 0.9**step, 1 - 0.999**step)
     return np.array([1e-2, 0.9, 0.999, 1e-8, 0.01, 1.0, *corrections, 1 / divisor])
+
+
+def test_weights_that_lie_askew_are_held(
+    tmp_path: Path, write: Write, metal: SimulatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that is two bytes longer: the same sums, in the memory that the plan says."""
+    device, granted = type(metal._gpu.device), []
+    grant = device.newBufferWithLength_options_
+
+    def counted(self: Any, nbytes: int, options: int) -> Any:
+        granted.append(nbytes)
+        return grant(self, nbytes, options)
+
+    monkeypatch.setattr(device, "newBufferWithLength_options_", counted)
+    given, work = write("llama", BF16), one_pass(make_documents(LENGTHS))
+    results, uses = [], []
+    for model in (given, with_longer_header(given, tmp_path / "askew", 2)):
+        granted.clear()
+        run = metal_run(metal, model, F16, adapter=DROPOUT)
+        results.append(run.sums(work))
+        use = memory_use(run.planned, metal)
+        uses.append(use)
+        assert sum(granted) == use.total - use.mapped - use.saving - use.process
+    assert_same(*results)
+    assert not any(block.file for block in run.planned.accumulate.layout.blocks)
+    aligned, askew = uses
+    assert askew.held >= aligned.held + aligned.mapped and askew.mapped == 0 < aligned.mapped
 
 
 def test_gradients_are_those_of_the_loss(write: Write, metal: SimulatedBackend) -> None:

@@ -24,6 +24,7 @@ from krnl.formats.safetensors import (
     write_safetensors_lazily,
 )
 
+MAPS = Path("/proc/self/maps")
 TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32}
 
 
@@ -342,6 +343,16 @@ def test_tensors_that_are_missing_extra_or_misshapen_are_named(tmp_path):
         checkpoint.check({EMBED: (5, 4), "x": (3,)}, tied=False)
     with pytest.raises(FormatError, match="lacks tensor nothing"):
         checkpoint.read("nothing")
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="what is mapped is read from /proc")
+def test_a_file_is_mapped_only_while_values_are_in_use(tmp_path):
+    checkpoint = open_with(tmp_path, {"a": values((6,))})
+    kept = checkpoint.read("a")
+    assert str(tmp_path) in MAPS.read_text()
+    np.testing.assert_array_equal(kept, values((6,)))
+    del kept
+    assert str(tmp_path) not in MAPS.read_text()
 
 
 def test_stored_rotary_frequencies_are_harmless(tmp_path):

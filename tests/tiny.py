@@ -1,6 +1,7 @@
 """Tiny models on disk, batches of random documents, and sessions that train on them."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from krnl.data.examples import Example
 from krnl.data.packing import Pass
 from krnl.dtypes import F32, DType
 from krnl.formats.peft import AdapterConfig
-from krnl.formats.safetensors import write_safetensors
+from krnl.formats.safetensors import SINGLE, write_safetensors
 from krnl.model import Model
 from krnl.models.config import linear_paths, parse, tensor_shapes
 from krnl.plan.buffer import Kind
@@ -56,6 +57,18 @@ def write_model(folder: Path, kind: str = "llama", dtype: DType = F32, **sizes: 
         for name, shape in tensor_shapes(parse(content, "tiny")).items()
     }
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    return Model.open(str(folder))
+
+
+def with_longer_header(model: Model, folder: Path, nbytes: int) -> Model:
+    """A copy in a new `folder`, the tensors `nbytes` further into their file: a header may end in
+    spaces."""
+    shutil.copytree(model.folder, folder)
+    path = folder / SINGLE
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    length = (end - 8 + nbytes).to_bytes(8, "little")
+    path.write_bytes(length + content[8:end] + b" " * nbytes + content[end:])
     return Model.open(str(folder))
 
 
@@ -110,8 +123,9 @@ def plan_model(
 ) -> TrainingPlan:
     """The training programs of a tiny model."""
     paths = adapter.select(linear_paths(model.config))
+    weights = model.weights(backend.limits.mapped_alignment)
     return plan_training(
-        model.config, model.weights(), adapter, paths, backend, activation, tokens, recompute
+        model.config, weights, adapter, paths, backend, activation, tokens, recompute
     )
 
 

@@ -25,8 +25,9 @@ adapter = AdapterConfig(rank=16, alpha=32.0)
 modules = initial_modules(adapter, model.config, 0)
 backend = open_backend("cpu")
 activation = activation_type(backend, options.variant or "auto")
+weights = model.weights(backend.limits.mapped_alignment)
 planned = plan_training(
-    model.config, model.weights(), adapter, tuple(modules), backend, activation, capacity
+    model.config, weights, adapter, tuple(modules), backend, activation, capacity
 )
 session = Session(planned, model, modules, backend, 0)
 update = 0

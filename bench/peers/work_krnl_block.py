@@ -1,5 +1,5 @@
-"""The seed's reference workload with KRNL: one MLP block, forward and backward with the gradient at
-its input. 512 tokens, width 2048, FFN 5632, rank 32 on gate and up: 72.4 GFLOP."""
+"""The report's reference workload with KRNL: one MLP block, forward and backward with the gradient
+at its input. 512 tokens, width 2048, FFN 5632, rank 32 on gate and up: 72.4 GFLOP."""
 
 import numpy as np
 from protocol import arguments, serve
@@ -20,7 +20,7 @@ class ResidentWeights(Weights):
     """Matrices that no file holds."""
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Buffer:
-        return self._made.setdefault(name, Buffer(name, shape, BF16, Kind.WEIGHT))
+        return self.held.setdefault(name, Buffer(name, shape, BF16, Kind.WEIGHT))
 
 
 options = arguments()
@@ -44,7 +44,7 @@ block.backward(emitted, dy, saved, None)
 (planned,) = plan([emitted], backend.kernels)
 memory = backend.allocate(planned.layout)
 random = np.random.default_rng(0)
-for buffer in [x, dy, trainable.compute, *weights._made.values(), *weights.vectors.values()]:
+for buffer in [x, dy, trainable.compute, *weights.held.values()]:
     memory.write(buffer, 0.02 * random.standard_normal(buffer.shape, np.float32))
 for buffer, values in weights.constants.items():
     memory.write(buffer, values)

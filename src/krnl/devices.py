@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 
 from krnl.backends.base import Backend, Paper
@@ -13,12 +14,12 @@ PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 
 def open_backend(device: str) -> Backend:
-    """The backend of that name; `auto` takes Metal where it is, else the CPU. ConfigError for one
-    that is not here."""
-    if device == "auto":
-        apple = sys.platform == "darwin" and platform.machine() == "arm64"
-        device = "metal" if apple and has_metal() else "cpu"
-    if device == "cpu":
+    """The backend of that name; `auto` takes Metal where it can be used, else the CPU. ConfigError
+    for one that is not here."""
+    if device == "auto" and _is_apple() and has_metal():
+        with suppress(ConfigError):
+            return open_backend("metal")
+    if device in ("auto", "cpu"):
         from krnl.backends.cpu import CpuBackend
 
         return CpuBackend()
@@ -48,7 +49,14 @@ def planning_device(device: str) -> Backend | Paper:
 
 def has_metal() -> bool:
     """Whether PyObjC's Metal is installed. It is not loaded for that."""
-    return "Metal" in sys.modules or find_spec("Metal") is not None
+    if "Metal" in sys.modules:
+        return True
+    spec = find_spec("Metal")
+    return spec is not None and spec.origin is not None  # None: any folder of that name
+
+
+def _is_apple() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 def activation_type(backend: Backend | Paper, precision: str) -> DType:

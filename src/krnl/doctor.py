@@ -5,6 +5,7 @@ import platform
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +26,9 @@ from krnl.models.config import parse, tensor_shapes
 from krnl.profile import random_pass
 from krnl.training.loss_scale import initial_scale
 from krnl.training.session import Session, plan_training
+
+if TYPE_CHECKING:
+    from krnl.backends.metal import MetalBackend
 
 LIBRARIES = (
     "numpy",
@@ -77,8 +81,11 @@ def examine(console: Console) -> bool:
         highlight=False,
     )
     metal = _metal(console)
+    refusals = metal.refused_libraries() if metal is not None else []
+    for refusal in refusals:
+        console.print(f"[red]FAIL[/] {escape(refusal)}", highlight=False)
     console.print("cuda: not in this version", highlight=False)
-    passed = metal is not None or not has_metal()
+    passed = (metal is not None or not has_metal()) and not refusals
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder))
         exact = one_step(model, ReferenceBackend(), F32)
@@ -91,7 +98,7 @@ def examine(console: Console) -> bool:
     return passed
 
 
-def _metal(console: Console) -> Backend | None:
+def _metal(console: Console) -> "MetalBackend | None":
     """The Metal device, or None; says which it is, or why there is none."""
     if not has_metal():
         console.print(
@@ -165,8 +172,9 @@ def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
         path: (a, random.normal(0, 0.02, b.shape).astype(np.float32))
         for path, (a, b) in modules.items()
     }
+    weights = model.weights(backend.limits.mapped_alignment)
     planned = plan_training(
-        model.config, model.weights(), adapter, tuple(modules), backend, activation, TOKENS
+        model.config, weights, adapter, tuple(modules), backend, activation, TOKENS
     )
     session = Session(planned, model, modules, backend, seed=0)
     session.loss_scale = initial_scale(activation).value

@@ -80,7 +80,8 @@ class Generator:
         each slot."""
         config, modules = adapter if adapter is not None else (None, {})
         shapes = adapter_shapes(config, tuple(modules)) if config is not None else {}
-        decoder = Decoder(model.config, model.weights(), shapes, activation)
+        weights = model.weights(backend.limits.mapped_alignment)
+        decoder = Decoder(model.config, weights, shapes, activation)
         self.context, self.slots = context, slots
         programs = GenerationPrograms(decoder, slots * context)
         prompt_step, self._prompt_inputs, self._prompt_logits = programs.read(
@@ -91,7 +92,7 @@ class Generator:
             [prompt_step, next_step], backend.kernels, backend.limits.largest_block
         )
         self._memory = backend.allocate(prompt_plan.layout)
-        model.fill(decoder.weights, self._memory)
+        model.fill(weights, self._memory)
         if modules:
             self._memory.write(decoder.trainable.compute, decoder.trainable.pack(modules))
         self._prompt_program = backend.compile(prompt_plan, self._memory)

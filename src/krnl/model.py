@@ -54,19 +54,23 @@ class Model:
             )
         return tokenizer
 
-    def weights(self) -> Weights:
-        """Buffers for the weights, in the files."""
+    def weights(self, alignment: int) -> Weights:
+        """Buffers for the weights: in the files, where a tensor begins at a multiple of `alignment`
+        elements (a device's `Limits.mapped_alignment`)."""
         return Weights(
             {
-                t.name: Stored(FileRegion(t.path, t.offset), t.dtype)
+                t.name: Stored(
+                    None if t.offset % (alignment * t.dtype.size) else FileRegion(t.path, t.offset),
+                    t.dtype,
+                )
                 for t in self.checkpoint.tensors.values()
             }
         )
 
     def fill(self, weights: Weights, memory: Memory) -> None:
-        """Writes the vectors and constants that a decoder asked for."""
-        for name, buffer in weights.vectors.items():
-            memory.write(buffer, self.checkpoint.read(name).astype(np.float32))
+        """Writes what a decoder asked for and no file holds ready for it."""
+        for name, buffer in weights.held.items():
+            memory.write(buffer, self.checkpoint.read(name))
         for buffer, values in weights.constants.items():
             memory.write(buffer, values)
 

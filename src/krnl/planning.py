@@ -46,7 +46,7 @@ def plan_run(config: TrainConfig, backend: Backend | Paper, activation: DType) -
     has_weights = (folder / SINGLE).exists() or (folder / INDEX).exists()
     if has_weights:
         model = Model.open(str(folder))
-        weights = model.weights()
+        weights = model.weights(backend.limits.mapped_alignment)
         # What they take in memory counts as the process's own.
         loaded = load_data(config, model) if config.data else None
     else:

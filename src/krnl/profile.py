@@ -78,7 +78,7 @@ def profile_run(config: TrainConfig, documents: int = 1, labelled: float = 1.0) 
     activation = activation_type(backend, config.precision)
     planned = plan_training(
         model.config,
-        model.weights(),
+        model.weights(backend.limits.mapped_alignment),
         adapter,
         tuple(modules),
         backend,

@@ -36,6 +36,16 @@ from .tokens import (
 
 HEADERS = Path(__file__).parent / "lint"
 BUFFERS = 31  # indices, from 0
+# Of one kernel, these are all scalars, or all vectors of as many elements.
+POSITIONS = {
+    "thread_position_in_grid",
+    "thread_position_in_threadgroup",
+    "threadgroup_position_in_grid",
+    "threads_per_grid",
+    "threads_per_threadgroup",
+    "threadgroups_per_grid",
+    "dispatch_threads_per_threadgroup",
+}
 
 BITS = "fast math may assume that every value is finite; test the bits"
 BANNED = {
@@ -146,6 +156,7 @@ def _instantiation(first: Token, declaration: Declaration) -> Iterator[Finding]:
 def _function(tokens: Sequence[Token], declaration: Declaration) -> Iterator[Finding]:
     assert declaration.body is not None
     taken: set[str] = set()
+    sizes: set[str] = set()
     for parameter in parameters(tokens, declaration):
         words = {token.text for token in without_attributes(parameter)}
         refers = bool(words & {"*", "&"})
@@ -153,6 +164,10 @@ def _function(tokens: Sequence[Token], declaration: Declaration) -> Iterator[Fin
             yield _at(parameter[0], f"{text_of(parameter)}: no address space")
         if declaration.is_kernel:
             yield from _argument(parameter, refers, taken)
+            if POSITIONS & {name.text for name, _ in attributes(parameter)}:
+                sizes.add("".join(filter(str.isdigit, parameter[0].text)))
+                if len(sizes) > 1:
+                    yield _at(parameter[0], f"{text_of(parameter)}: positions of several sizes")
     start, stop = declaration.body
     depth = 0
     for i in range(start, stop):

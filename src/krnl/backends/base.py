@@ -20,6 +20,7 @@ class Limits:
     scratch: int  # what the engine itself holds beside the plan
     activations: tuple[DType, ...]  # types it computes in, the preferred one first
     threads: int  # host threads that it uses
+    mapped_alignment: int  # elements; a weight is mapped if it begins at a multiple in its file
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class CpuBackend:
             scratch=threads * THREAD_SCRATCH,
             activations=native,
             threads=threads,
+            mapped_alignment=1,
         )
 
     def measure_roof(self) -> Roof:

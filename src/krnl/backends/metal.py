@@ -5,6 +5,7 @@ PyObjC's modules are imported when a device is opened, so that plans can be made
 """
 
 import ctypes
+import platform
 import struct
 import sys
 from collections import deque
@@ -17,7 +18,7 @@ from krnl.backends.metal_memory import MetalMemory, whole_pages
 from krnl.dtypes import F16, F32
 from krnl.errors import BackendError, ConfigError
 from krnl.kernels.launch import GpuRow, Launch
-from krnl.kernels.metal.sources import source
+from krnl.kernels.metal.sources import libraries, source
 from krnl.kernels.metal.table import TABLE
 from krnl.plan.arena import Layout, Plan
 from krnl.plan.buffer import Buffer
@@ -26,11 +27,13 @@ from krnl.plan.lower import Dispatch, Table
 # Launches in a command buffer. Encoding one in Python takes some tens of microseconds, so the GPU
 # starts after a millisecond, while the next buffer is being encoded.
 LAUNCHES_PER_BUFFER = 32
+OLDEST_MACOS = 14
 # Lines of the compiler's words that are shown.
 SHOWN_LINES = 12
 
-# What a Mac allows is not known before its device is opened.
-ON_PAPER = Paper("metal", Limits(2**62, 2**62, 0, (F16, F32), 1), TABLE)
+# What a Mac allows is not known before its device is opened. Kernels read up to four elements of a
+# weight at once.
+ON_PAPER = Paper("metal", Limits(2**62, 2**62, 0, (F16, F32), 1, mapped_alignment=4), TABLE)
 
 
 class MetalBackend:
@@ -49,7 +52,18 @@ class MetalBackend:
             scratch=0,
             activations=ON_PAPER.limits.activations,
             threads=1,
+            mapped_alignment=ON_PAPER.limits.mapped_alignment,
         )
+
+    def refused_libraries(self) -> list[str]:
+        """Compiles every source of kernels; what Metal says of those that it refuses."""
+        refusals = []
+        for name in libraries():
+            try:
+                self._gpu.library(name)
+            except BackendError as error:
+                refusals.append(str(error))
+        return refusals
 
     def allocate(self, layout: Layout) -> MetalMemory:
         gpu = self._gpu
@@ -83,6 +97,12 @@ class _Gpu:
 
     def __init__(self, source: Callable[[str], str]):
         self.metal, self.objc = _import_pyobjc()
+        version = platform.mac_ver()[0]
+        if version and int(version.split(".")[0]) < OLDEST_MACOS:
+            raise ConfigError(
+                f"The metal device needs macOS {OLDEST_MACOS} or later, and this is {version}; use "
+                "--device cpu."
+            )
         self.device = self.metal.MTLCreateSystemDefaultDevice()
         if self.device is None:
             raise ConfigError("Metal finds no GPU on this machine; use --device cpu.")
@@ -167,10 +187,10 @@ class _Gpu:
             f"{label} failed on the GPU: {_words(error)}{advice.get(error.code(), '')}"
         )
 
-    def _library(self, name: str) -> Any:
+    def library(self, name: str) -> Any:
         if name not in self._libraries:
             options = self.metal.MTLCompileOptions.alloc().init()
-            # The first with bfloat, which the type probe needs; it came with macOS 14.
+            # The first with bfloat, which types.metal needs; it came with macOS 14.
             options.setLanguageVersion_(self.metal.MTLLanguageVersion3_1)
             # NaN and infinity must come through, and fast math may assume that there are none. It
             # would gain little: products run on the matrix units, other kernels wait for memory.
@@ -185,7 +205,7 @@ class _Gpu:
         return self._libraries[name]
 
     def _function(self, launch: Launch) -> Any:
-        library = self._library(launch.library)
+        library = self.library(launch.library)
         names = [str(name) for name in library.functionNames()]
         if launch.function not in names:
             raise BackendError(
@@ -193,10 +213,8 @@ class _Gpu:
                 f"{', '.join(sorted(names))}."
             )
         values = self.metal.MTLFunctionConstantValues.alloc().init()
-        general = library.newFunctionWithName_(launch.function)
-        for constant in general.functionConstantsDictionary().allValues():
-            if constant.index() in launch.constants:
-                self._set_constant(values, constant, launch.constants[constant.index()])
+        for index, value in launch.constants.items():
+            self._set_constant(values, index, value)
         function, error = library.newFunctionWithName_constantValues_error_(
             launch.function, values, None
         )
@@ -204,19 +222,18 @@ class _Gpu:
             raise BackendError(f"Metal does not specialise {_name(launch)}: {_words(error)}")
         return function
 
-    def _set_constant(self, values: Any, constant: Any, value: bool | int | float) -> None:
+    def _set_constant(self, values: Any, index: int, value: bool | int | float) -> None:
+        """In the source it is declared as bool, uint or float, as the value is."""
         metal = self.metal
-        formats = {
-            metal.MTLDataTypeBool: "?",
-            metal.MTLDataTypeInt: "i",
-            metal.MTLDataTypeUInt: "I",
-            metal.MTLDataTypeFloat: "f",
+        types = {
+            bool: (metal.MTLDataTypeBool, "?"),
+            int: (metal.MTLDataTypeUInt, "I"),
+            float: (metal.MTLDataTypeFloat, "f"),
         }
-        content = ctypes.create_string_buffer(struct.pack(formats[constant.type()], value))
+        kind, form = types[type(value)]
+        content = ctypes.create_string_buffer(struct.pack(form, value))
         # PyObjC knows nothing of this pointer and takes an address.
-        values.setConstantValue_type_atIndex_(
-            ctypes.addressof(content), constant.type(), constant.index()
-        )
+        values.setConstantValue_type_atIndex_(ctypes.addressof(content), kind, index)
 
 
 def _encode(encoder: Any, launch: _BoundLaunch) -> None:

@@ -14,9 +14,6 @@ from krnl.errors import BackendError, PlanError
 from krnl.plan.arena import Layout
 from krnl.plan.buffer import Buffer, Kind
 
-# Kernels read up to four elements of a weight at once.
-VECTOR = 4
-
 
 @dataclass(frozen=True)
 class Region:
@@ -40,6 +37,7 @@ class MetalMemory:
         self._wait = wait
         self._layout = layout
         self._largest = limits.largest_block
+        self._alignment = limits.mapped_alignment
         _check_fits(layout, limits.memory)
         self._own: dict[Buffer, Region] = {}  # weights with a region of their own
         self._blocks = [
@@ -96,21 +94,17 @@ class MetalMemory:
 
     def _map(self, index: int, path: Path) -> Region | None:
         """A file's block as one region. Where the GPU does not allow that much in one piece there
-        is none, and every weight gets a region of its own. A weight that lies askew in its file is
-        copied into one."""
+        is none, and every weight gets a region of its own."""
         with open(path, "rb") as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         whole = self._window(content, 0, self._layout.blocks[index].nbytes)
         for weight, place in self._layout.places.items():
             if place.block != index:
                 continue
-            stop = place.offset + weight.nbytes
-            if place.offset % (VECTOR * weight.dtype.size) or not weight.nbytes:
-                copy = self._reserve(weight.nbytes)
-                copy.content[:] = content[place.offset : stop]
-                self._own[weight] = Region(copy.buffer, copy.content, place.offset)
-            elif whole is None:
-                window = self._window(content, place.offset, stop)
+            askew = place.offset % (self._alignment * weight.dtype.size)
+            assert not askew, f"{weight} lies askew in {path}, and was planned to be mapped."
+            if whole is None:
+                window = self._window(content, place.offset, place.offset + weight.nbytes)
                 if window is None:
                     raise PlanError(
                         f"{weight} of {path} takes {weight.nbytes:,} bytes; this GPU allows "
@@ -131,7 +125,8 @@ class MetalMemory:
         buffer = self._device.newBufferWithBytesNoCopy_length_options_deallocator_(
             pages, nbytes, self._shared, None
         )
-        if buffer is None:
+        # A virtual Mac has been seen to give a buffer of no length.
+        if buffer is None or buffer.length() < nbytes:
             raise BackendError(f"Metal does not map {nbytes:,} bytes of a checkpoint file.")
         return Region(buffer, content[first:], first)
 

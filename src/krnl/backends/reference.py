@@ -119,7 +119,12 @@ class ReferenceBackend:
 
     name = "reference"
     limits = Limits(
-        memory=2**62, largest_block=2**62, scratch=0, activations=(F32, BF16, F16), threads=1
+        memory=2**62,
+        largest_block=2**62,
+        scratch=0,
+        activations=(F32, BF16, F16),
+        threads=1,
+        mapped_alignment=1,
     )
     kernels: Table = _EveryOp("reference", ())
 

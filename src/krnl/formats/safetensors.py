@@ -60,7 +60,6 @@ class Checkpoint:
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self.folder = folder
         self.tensors = tensors
-        self._maps: dict[Path, np.memmap[Any, np.dtype[np.uint8]]] = {}
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -109,13 +108,12 @@ class Checkpoint:
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The values of one tensor: a read-only view into the mapped file, copied by nobody."""
+        """The values of one tensor: a read-only view into the file, copied by nobody. The file is
+        mapped for as long as the view lives, so that pages which were read do not pile up."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise FormatError(f"{self.folder} lacks tensor {name}.")
-        if tensor.path not in self._maps:
-            self._maps[tensor.path] = np.memmap(tensor.path, mode="r", dtype=np.uint8)
-        return _view(self._maps[tensor.path], tensor)
+        return _view(np.memmap(tensor.path, mode="r", dtype=np.uint8), tensor)
 
     def _check_tied_head(self) -> None:
         head, embedding = self.read("lm_head.weight"), self.read("model.embed_tokens.weight")

@@ -140,7 +140,7 @@ class TrainingPrograms:
         clears the sums."""
         t = self.decoder.trainable
         step = Step("update", self.decoder.activation)
-        step(gradient_norm, t.grad, self.inputs.hyper, into=self.grad_norm)
+        step(gradient_norm, t.grad, self.loss, self.inputs.hyper, into=self.grad_norm)
         step(adamw, t.grad, self.grad_norm, self.inputs.hyper, into=(t.param, t.first, t.second))
         if t.compute is not t.param:
             step(cast, t.param, into=t.compute)

@@ -11,32 +11,37 @@ from krnl.plan.buffer import Buffer, FileRegion, Kind
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of the checkpoint lies, and its type there."""
+    """Where a tensor of the checkpoint can be mapped (None: it lies askew there), and its type."""
 
-    region: FileRegion
+    region: FileRegion | None
     dtype: DType
 
 
 class Weights:
-    """Matrices stay where they lie in the checkpoint's files, in their own type. Vectors (norms,
-    biases) and constants are small: they are held in float32 and written once after allocation."""
+    """Matrices stay where they lie in the checkpoint's files, in their own type; one that cannot be
+    mapped is held in it. Vectors (norms, biases) and constants are small: they are held in float32.
+    What is held is written once after allocation."""
 
     def __init__(self, stored: Mapping[str, Stored]):
         self._stored = stored
         self._made: dict[str, Buffer] = {}
-        self.vectors: dict[str, Buffer] = {}  # to be filled from the checkpoint, by tensor name
+        self.held: dict[str, Buffer] = {}  # to be filled from the checkpoint, by tensor name
         self.constants: dict[Buffer, np.ndarray] = {}  # to be filled with these values
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Buffer:
-        """The tensor `name`, mapped. The same buffer each time (a tied head is the embedding)."""
+        """The tensor `name` as it is stored. The same buffer each time (a tied head is the
+        embedding)."""
         if name not in self._made:
             stored = self._stored[name]
-            self._made[name] = Buffer(name, shape, stored.dtype, Kind.WEIGHT, file=stored.region)
+            buffer = Buffer(name, shape, stored.dtype, Kind.WEIGHT, file=stored.region)
+            self._made[name] = buffer
+            if stored.region is None:
+                self.held[name] = buffer
         return self._made[name]
 
     def vector(self, name: str, size: int) -> Buffer:
         """The tensor `name` as float32."""
-        return self.vectors.setdefault(name, Buffer(name, (size,), F32, Kind.WEIGHT))
+        return self.held.setdefault(name, Buffer(name, (size,), F32, Kind.WEIGHT))
 
     def constant(self, name: str, values: np.ndarray) -> Buffer:
         """A float32 buffer holding `values`."""

@@ -22,10 +22,11 @@ HYPER = (
 )
 
 
-@op("grad[p]:f32 hyper[9]:f32 -> norm[1]:f32", flops=lambda d: 2 * product(d, "p"))
-def gradient_norm(grad, hyper):
-    """The Euclidean norm of the mean gradient; not finite when any gradient is not."""
-    return np.array([np.sqrt(np.sum((grad * hyper[8]) ** 2))])
+@op("grad[p]:f32 loss[1]:f32 hyper[9]:f32 -> norm[1]:f32", flops=lambda d: 2 * product(d, "p"))
+def gradient_norm(grad, loss, hyper):
+    """The Euclidean norm of the mean gradient; not finite when any gradient or the loss is not."""
+    norm = np.sqrt(np.sum((grad * hyper[8]) ** 2))
+    return np.array([norm if np.isfinite(loss[0]) else np.inf])
 
 
 @op(

@@ -170,7 +170,7 @@ class Run:
         self.activation = activation_type(self.backend, config.precision)
         planned = plan_training(
             model.config,
-            model.weights(),
+            model.weights(self.backend.limits.mapped_alignment),
             self.adapter,
             tuple(modules),
             self.backend,
@@ -238,7 +238,10 @@ class Run:
         )
         loss /= targets
         seconds = time.perf_counter() - start
-        skipped = not math.isfinite(norm) and self.scale.shrink()
+        if math.isfinite(loss):
+            skipped = not math.isfinite(norm) and self.scale.shrink()
+        else:
+            skipped = self.scale.skip()
         scaling = {"loss_scale": scale, "skipped": self.scale.skipped} if self.scale.dynamic else {}
         self.metrics.write(
             step=step,
@@ -255,11 +258,12 @@ class Run:
         )
         p = self.progress
         if skipped:
-            self.console.print(
-                f"update {step}: skipped, as its gradients overflowed at loss scale {scale:g}; it "
-                f"is {self.scale.value:g} now",
-                highlight=False,
+            reason = (
+                f"gradients overflowed at loss scale {scale:g}; it is {self.scale.value:g} now"
+                if math.isfinite(loss)
+                else f"loss is {loss}: fp16 did not hold the activations"
             )
+            self.console.print(f"update {step}: skipped, as its {reason}", highlight=False)
         elif math.isfinite(loss) and math.isfinite(norm):
             self.scale.grow()
             p.last_loss = loss

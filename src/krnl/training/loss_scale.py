@@ -24,6 +24,8 @@ START = 2.0**10
 # The gradient as it is: if that overflows, the scale is not to blame.
 SMALLEST = 1.0
 INTERVAL = 2000  # good updates in a row, after which the scale is doubled
+# Updates in a row whose loss is no number, after which the model is held to be too large for fp16.
+PATIENCE = 10
 
 
 @dataclass
@@ -35,6 +37,7 @@ class LossScale:
     largest: float
     good: int = 0  # updates in a row without overflow, at this scale
     skipped: int = 0  # updates in all
+    lost: int = 0  # updates in a row without a loss
 
     @property
     def dynamic(self) -> bool:
@@ -43,12 +46,22 @@ class LossScale:
     def grow(self) -> None:
         """After an update that was applied."""
         self.good += 1
+        self.lost = 0
         if self.good >= INTERVAL and self.value < self.largest:
             self.value, self.good = 2.0 * self.value, 0
 
+    def skip(self) -> bool:
+        """After an update whose loss is not finite, which no scale can help: fp16 did not hold the
+        activations of its rows. Counts it as skipped; False after too many in a row."""
+        if not self.dynamic or self.lost >= PATIENCE:
+            return False
+        self.lost += 1
+        self.skipped += 1
+        return True
+
     def shrink(self) -> bool:
-        """After an update that overflowed: counts it as skipped. False, with nothing done, if no
-        smaller scale is left to try."""
+        """After an update whose gradients overflowed: counts it as skipped. False, with nothing
+        done, if no smaller scale is left to try."""
         if self.value <= SMALLEST:
             return False
         self.value, self.good = self.value / 2.0, 0

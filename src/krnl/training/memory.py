@@ -14,7 +14,7 @@ class MemoryUse:
     """Bytes by purpose."""
 
     mapped: int  # weights read where they lie in their files
-    converted: int  # weights held in another type
+    held: int  # weights in another type, or that lie askew in their files
     adapter: int  # parameters, compute copy, moments
     gradients: int
     inputs: int
@@ -33,7 +33,7 @@ class MemoryUse:
         """Name, for people, and bytes of each part."""
         return {
             "weights, mapped from their files": self.mapped,
-            "weights, converted": self.converted,
+            "weights, held in memory": self.held,
             "adapter, its copy and moments": self.adapter,
             "gradients": self.gradients,
             "inputs": self.inputs,
@@ -52,7 +52,7 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
     saved = min(planned.accumulate.saved, arena)
     return MemoryUse(
         mapped=layout.mapped,
-        converted=layout.reserved(Kind.WEIGHT),
+        held=layout.reserved(Kind.WEIGHT),
         adapter=layout.reserved(Kind.STATE),
         gradients=layout.reserved(Kind.GRAD),
         inputs=layout.reserved(Kind.INPUT),

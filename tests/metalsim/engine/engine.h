@@ -1,4 +1,4 @@
-// The contract between compiled Metal kernels and the engine that runs them.
+// What compiled Metal kernels and the engine that runs them agree on.
 //
 // A kernel source becomes a shared library of its own (tests/metalsim/build.py). It exports one table,
 // `sim_library`, that lists its kernels and function constants, and calls the sim_* functions below, which

@@ -36,7 +36,8 @@ void gradient_norm(const Dispatch& d) {
   });
   double total = 0;
   for (int64_t block = 0; block < blocks; block++) total += sums[block];
-  *d[2].as<float>() = static_cast<float>(std::sqrt(total) * std::fabs(d[1].as<Hyper>()->gradient_scale));
+  const double norm = std::sqrt(total) * std::fabs(d[2].as<Hyper>()->gradient_scale);
+  *d[3].as<float>() = std::isfinite(*d[1].as<float>()) ? static_cast<float>(norm) : INFINITY;
 }
 
 // The factors of one update that are the same for every element.

@@ -37,16 +37,16 @@ struct Part {
 METAL_FUNC uint live_rows(device const int *live, constant Part &part) { return uint(live[0]) * part.rows_per_query; }
 
 // Index in [n, h]; times d, it is where a row of a head begins in [n, h, d].
-METAL_FUNC uint place(constant Part &part, uint row, uint head) {
-  return row * part.row_heads + (part.first_head + head) * part.head_heads;
+METAL_FUNC ulong place(constant Part &part, uint row, uint head) {
+  return ulong(row) * part.row_heads + (part.first_head + head) * part.head_heads;
 }
 
 METAL_FUNC uint row_stride(constant Part &part) { return part.row_heads * part.size; }
 METAL_FUNC uint key_stride(constant Part &part) { return part.key_heads * part.size; }
 
 // Where the key or value that a head reads begins in [m, g, d].
-METAL_FUNC uint key_place(constant Part &part, uint key, uint head) {
-  return key * key_stride(part) + (part.first_head + head) / part.heads_per_key * part.size;
+METAL_FUNC ulong key_place(constant Part &part, uint key, uint head) {
+  return ulong(key) * key_stride(part) + (part.first_head + head) / part.heads_per_key * part.size;
 }
 
 // Where a row of a head begins in the workspace.
@@ -101,8 +101,10 @@ kernel void attention_softmax(device const float *scores [[buffer(0)]], device T
                               device const int *stop [[buffer(4), function_constant(has_stop)]],
                               device const int *live [[buffer(5)]], constant Part &part [[buffer(6)]],
                               uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
-                              uint threads [[threads_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+                              uint simdgroups [[simdgroups_per_threadgroup]],
+                              uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float scratch[kSimdgroups];
+  const uint threads = simdgroups * kLanes;
   const uint row = part.first_row + group.x, head = group.z, rows = live_rows(live, part);
   if (row >= rows) return;
   const Keys seen = seen_by_tile(start, stop, part, tile_floor(row), rows, lane);
@@ -194,7 +196,7 @@ kernel void attention_delta(device const T *d_out [[buffer(0)]], device const T 
                             uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint row = group.x * simdgroups + simdgroup;
   if (row >= live_rows(live, part)) return;
-  const uint at = place(part, row, group.z);
+  const ulong at = place(part, row, group.z);
   float sum = 0.0f;
   for (uint i = lane; i < part.size; i += kLanes)
     sum += float(d_out[at * part.size + i]) * float(out[at * part.size + i]);
@@ -260,7 +262,7 @@ kernel void attention_score_gradients(device const T *q [[buffer(0)]], device co
   if (row >= rows) return;
   const Keys seen = seen_by_tile(start, start, part, row, rows, lane);  // the second is not read without has_stop
   if (key + TILE <= seen.first || key >= seen.stop) return;
-  const uint from = place(part, row, head) * part.size, key_from = key_place(part, key, head);
+  const ulong from = place(part, row, head) * part.size, key_from = key_place(part, key, head);
   const uint to = score_place(part, row, head) + key, head_at = place(part, 0, head);
   const Probabilities<T> probabilities = {
       p + to, part.columns, row, key, rows, part.scale, start, lse + head_at, part.row_heads};

@@ -16,6 +16,14 @@ METAL_FUNC float4 to_float(float4 x) { return x; }
 METAL_FUNC float4 to_float(half4 x) { return float4(x); }
 METAL_FUNC float4 to_float(ushort4 x) { return as_type<float4>(uint4(x) << 16u); }
 
+// σ(x) and, in `rest`, 1 - σ(x), each without cancellation or overflow. V is float or float4.
+template <typename V>
+METAL_FUNC V sigmoid(V x, thread V &rest) {
+  const V decay = precise::exp(-fabs(x)), larger = 1.0f / (1.0f + decay), smaller = decay * larger;
+  rest = select(larger, smaller, x >= V(0.0f));
+  return select(smaller, larger, x >= V(0.0f));
+}
+
 // Whether the float with these bits is a number, neither infinite nor NaN. Read the bits from memory as uint: of a value
 // that ever was a float, fast math lets the compiler assume the answer.
 METAL_FUNC bool is_finite(uint bits) { return (bits & 0x7F800000u) != 0x7F800000u; }

@@ -157,15 +157,15 @@ METAL_FUNC void multiply_in_place(thread Tile<float> &sum, device const T *a, ui
   Strip<T> a_blocks, b_blocks;
   uint k = 0;
   if (aligned && rows >= TILE && columns >= TILE) {
-    for (; k + 8 <= depth; k += 8) {
-      load<transposed>(a_blocks, a + k * k_stride, a_stride, 8 * row_stride);
-      load_columns(b_blocks, b + k * b_stride, b_stride, lane);
+    for (; k + 8 <= depth; k += 8, a += 8 * k_stride, b += 8 * b_stride) {
+      load<transposed>(a_blocks, a, a_stride, 8 * row_stride);
+      load_columns(b_blocks, b, b_stride, lane);
       multiply_add(sum, a_blocks, b_blocks);
     }
   }
-  for (; k < depth; k += 8) {
-    load_edge_rows(a_blocks, a + k * k_stride, row_stride, k_stride, rows, depth - k, lane);
-    load_edge_columns(b_blocks, b + k * b_stride, b_stride, depth - k, columns, lane);
+  for (; k < depth; k += 8, a += 8 * k_stride, b += 8 * b_stride) {
+    load_edge_rows(a_blocks, a, row_stride, k_stride, rows, depth - k, lane);
+    load_edge_columns(b_blocks, b, b_stride, depth - k, columns, lane);
     multiply_add(sum, a_blocks, b_blocks, rows);
   }
 }

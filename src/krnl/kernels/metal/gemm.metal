@@ -3,7 +3,7 @@
 #include "gemm.h"
 
 constant bool aligned [[function_constant(0)]];          // see gemm.h; all but the adapter's pair
-constant int pairs [[function_constant(1)]];            // 1 to 3, the adapter's not counted
+constant uint pairs [[function_constant(1)]];           // 1 to 3, the adapter's not counted
 constant bool has_adapter [[function_constant(2)]];      // the K loop runs on over the adapter's pair
 constant bool adapter_aligned [[function_constant(3)]];
 constant bool to_floats [[function_constant(4)]];        // the output is made of floats, whatever the activations are
@@ -30,8 +30,6 @@ struct Shape {
   Pair adapter;
 };
 
-METAL_FUNC float sigmoid(float x) { return 1.0f / (1.0f + precise::exp(-clamp(x, -80.0f, 80.0f))); }
-
 template <typename T>
 struct Linear {
   device T *y;
@@ -48,8 +46,9 @@ METAL_FUNC void finish(thread const Linear<T> &linear, uint row, uint column, fl
   const ulong at = ulong(row) * linear.stride + column;
   if (is_dact) {
     const float gate = float(linear.gate[at]), up = float(linear.up[at]);
-    const float s = sigmoid(gate), silu = gate * s;
-    linear.dgate[at] = T(value * up * (s + silu * (1.0f - s)));
+    float rest;
+    const float s = sigmoid(gate, rest), silu = gate * s;
+    linear.dgate[at] = T(value * up * (s + silu * rest));
     linear.dup[at] = T(value * silu);
     linear.y[at] = T(silu * up);
     return;
@@ -62,7 +61,7 @@ METAL_FUNC void finish(thread const Linear<T> &linear, uint row, uint column, fl
   else linear.y[at] = T(value);
 }
 
-// What an epilogue is given. An argument that a specialisation does not have must not even be copied.
+// What an epilogue is given. What a specialisation does not have is not copied into it.
 #define LINEAR_PARAMETERS(T)                                                 \
   device T *y [[buffer(8), function_constant(to_activations)]],              \
   device float *floats [[buffer(9), function_constant(to_floats)]],          \
@@ -132,13 +131,13 @@ kernel void gemm(device const T *a0 [[buffer(0)]], device const W *b0 [[buffer(1
   if (rows == 0) return;
 
   uint all_steps = has_adapter ? steps(shape.adapter.depth) : 0;
-  for (int i = 0; i < pairs; i++) all_steps += steps(layout == TN ? live_rows : shape.pair[i].depth);
+  for (uint i = 0; i < pairs; i++) all_steps += steps(layout == TN ? live_rows : shape.pair[i].depth);
   const int chunk_steps = int((all_steps + shape.chunks - 1) / shape.chunks);
   int step = int(group.z) * chunk_steps;  // this chunk's first, counted from the pair's first
 
   Tile<float> sum;
   clear(sum);
-  for (int i = 0; i < pairs; i++) {
+  for (uint i = 0; i < pairs; i++) {
     const uint depth = layout == TN ? live_rows : shape.pair[i].depth;
     device const T *a = a0;
     device const W *b = b0;
@@ -194,7 +193,8 @@ METAL_FUNC void finish(thread const Swiglu<T> &swiglu, uint row, uint column, fl
   const ulong at = ulong(row) * swiglu.stride + column;
   swiglu.gate[at] = T(gate);
   swiglu.up[at] = T(up);
-  swiglu.act[at] = T(gate * sigmoid(gate) * up);
+  float rest;
+  swiglu.act[at] = T(gate * sigmoid(gate, rest) * up);
 }
 
 template <typename T>

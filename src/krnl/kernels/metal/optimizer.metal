@@ -1,6 +1,6 @@
 // The update: norm of the gradients, and AdamW. Both run over one contiguous region of float.
 //
-// A gradient that is not finite is found in its bits, and the norm is then infinite: that is the sign of overflow which
+// A gradient or loss that is not finite is found in its bits, and the norm is then infinite: that is the sign of overflow which
 // adamw, and the host, look for. Results that may be infinite are written as bits, too.
 #include "rows.h"
 
@@ -38,12 +38,12 @@ kernel void sum_squares(device const uint *grad [[buffer(0)]], device const Hype
 }
 
 // The root of the sum of the blocks, in one threadgroup.
-kernel void gradient_norm(device const uint *sums [[buffer(0)]], device uint *norm [[buffer(1)]],
-                          constant uint &count [[buffer(2)]], uint thread_index [[thread_index_in_threadgroup]],
-                          uint threads [[threads_per_threadgroup]]) {
+kernel void gradient_norm(device const uint *sums [[buffer(0)]], device const uint *loss [[buffer(1)]],
+                          device uint *norm [[buffer(2)]], constant uint &count [[buffer(3)]],
+                          uint thread_index [[thread_index_in_threadgroup]], uint threads [[threads_per_threadgroup]]) {
   threadgroup float scratch[kSimdgroups];
   float sum = 0.0f;
-  uint overflows = 0;
+  uint overflows = is_finite(*loss) ? 0 : 1;
   for (uint block = thread_index; block < count; block += threads) {
     const uint bits = sums[block];
     sum += as_type<float>(bits);

@@ -122,13 +122,6 @@ template [[host_name("scatter_rows_f32")]] kernel void scatter_rows<float>(
 
 // ---- Activation ----
 
-// σ(x) and 1 - σ(x), each without cancellation or overflow.
-METAL_FUNC float4 sigmoid(float4 x, thread float4 &rest) {
-  const float4 decay = precise::exp(-fabs(x)), larger = 1.0f / (1.0f + decay), smaller = decay * larger;
-  rest = select(larger, smaller, x >= 0.0f);
-  return select(smaller, larger, x >= 0.0f);
-}
-
 // silu(gate) ∘ up.
 template <typename T>
 kernel void swiglu(device const T *gate [[buffer(0)]], device const T *up [[buffer(1)]],

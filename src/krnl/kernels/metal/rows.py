@@ -203,7 +203,8 @@ def _dropout(call: Call, workspace: Buffer | None) -> list[Launch]:
     residual = optional[0] if optional else None  # dropout itself has none
     rows, width = x.shape
     rate, stream = call.attributes["rate"], int(call.attributes["stream"])
-    shape = struct.pack("<IIIf", width, stream, round(rate * 2.0**32), 1 / (1 - rate))
+    threshold = min(round(rate * 2.0**32), 2**32 - 1)
+    shape = struct.pack("<IIIf", width, stream, threshold, 1 / (1 - rate))
     constants = {
         VECTORISED: _vectorised(width, x, residual, y),
         DROPOUT_RESIDUAL: residual is not None,
@@ -251,11 +252,11 @@ def _norm_partials(call: Call) -> int:
 
 
 def _gradient_norm(call: Call, workspace: Buffer | None) -> list[Launch]:
-    grad, hyper, result = _arguments(call)
+    grad, loss, hyper, result = _arguments(call)
     count = grad.size
     blocks = _pieces(count, NORM_BLOCK)
     squares = (grad, hyper, workspace, struct.pack("<II", count, NORM_BLOCK))
-    root = (workspace, result, struct.pack("<I", blocks))
+    root = (workspace, loss, result, struct.pack("<I", blocks))
     constants = {VECTORISED: _vectorised(count, grad)}
     return [
         *_reduction("optimizer", "sum_squares", squares, blocks, MOST_THREADS, constants),

@@ -8,6 +8,11 @@ _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 _ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 
+def libraries() -> list[str]:
+    """The names by which `source` knows them."""
+    return sorted(path.stem for path in FOLDER.glob("*.metal"))
+
+
 def source(library: str, folder: Path = FOLDER) -> str:
     """The text of `library`.metal with the headers beside it put in place, once each. `#line` marks
     let the compiler's messages name the file that a line comes from."""

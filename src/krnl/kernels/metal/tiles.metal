@@ -45,7 +45,7 @@ kernel void nn_float_output_f16(device const half *a [[buffer(0)]], device const
 }
 
 METAL_FUNC void store_converted(thread Matrix<float> &matrix, device half *to) {
-  *(device half2 *)to = half2(matrix.thread_elements());
+  *(device half2 *)to = half2(float2(matrix.thread_elements()[0], matrix.thread_elements()[1]));
 }
 
 METAL_FUNC void store_converted(thread Strip<float> &strip, device half *to) {
