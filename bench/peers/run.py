@@ -2,58 +2,18 @@
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from krnl.bench.baselines import KEEP_MEMORY, Worker
+from krnl.bench.shapes import make
 
 HERE = Path(__file__).parent
 # A step counts if the machine's peak beside it was at least this share of the best seen.
 QUIET = 0.9
 TRIES = 4
-# glibc keeps what is freed, and asks for huge pages: worth 15 to 30 % to PyTorch.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
-    "MALLOC_TOP_PAD_": "67108864",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-
-
-class Worker:
-    """A process that does one step for each line it is sent."""
-
-    def __init__(self, python: str, script: str, given: list[str], environment: dict[str, str]):
-        command = [python, str(HERE / script), *given]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-            text=True,
-        )
-        self.hello = self._answer()
-
-    def ask(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.process.args} ended with {self.process.wait()}.")
-        return dict(json.loads(line))
 
 
 def main() -> None:
@@ -75,16 +35,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.folder / options.model
-    make = f"import sys; sys.path.insert(0, {str(HERE)!r}); import shapes, pathlib; "
-    make += f"shapes.make({options.model!r}, pathlib.Path({str(folder)!r}))"
-    subprocess.run([options.krnl, "-c", make], check=True)
+    if not options.block:
+        make(options.model, folder)
     given = ["--model", str(folder), "--rows", str(options.rows), "--length", str(options.length)]
     given += ["--chat"] * options.chat
-    control = Worker(options.krnl, "work_control.py", [], {})
+    control = Worker(options.krnl, HERE / "work_control.py", [], {})
     workers = {}
     for name, (python, script, variant, environment) in tools(options).items():
-        started = ["--variant", variant, "--started", str(time.time())]
-        workers[name] = Worker(python, script, given + started, environment)
+        arguments = variant.split() if options.block else given + variant.split()
+        workers[name] = Worker(python, HERE / script, arguments, environment)
     results = measure(workers, control, options.steps)
     report(results, workers, options)
     for worker in (*workers.values(), control):
@@ -92,21 +51,21 @@ def main() -> None:
 
 
 def tools(options: argparse.Namespace) -> dict[str, tuple[str, str, str, dict[str, str]]]:
-    """Interpreter, script, variant and environment of each tool that takes part."""
+    """Interpreter, script, variant (arguments) and environment of each tool that takes part."""
     if options.block:
         found = {"krnl": (options.krnl, "work_krnl_block.py", "", {})}
         if options.peft:
-            found["torch-tuned"] = (options.peft, "work_torch_block.py", "", KEEP_MEMORY)
-            found["torch-compiled"] = (
-                options.peft, "work_torch_block.py", "compiled", KEEP_MEMORY,
-            )  # fmt: skip
+            block = (options.peft, "../torch_block.py")
+            found["torch-tuned"] = (*block, "", KEEP_MEMORY)
+            found["torch-compiled"] = (*block, "--compile", KEEP_MEMORY)
         return found
     found = {"krnl": (options.krnl, "work_krnl.py", "", {})}
     if options.peft:
-        found["peft"] = (options.peft, "work_peft.py", "plain", {})
-        found["peft-tuned"] = (options.peft, "work_peft.py", "tuned", KEEP_MEMORY)
-    if options.peft and options.compiled:
-        found["peft-compiled"] = (options.peft, "work_peft.py", "tuned-compiled", KEEP_MEMORY)
+        peft = (options.peft, "../peft_model.py")
+        found["peft"] = (*peft, "--adapters fp32", {})
+        found["peft-tuned"] = (*peft, "--adapters 16", KEEP_MEMORY)
+        if options.compiled:
+            found["peft-compiled"] = (*peft, "--adapters 16 --compile", KEEP_MEMORY)
     if options.mlx:
         preload = {"LD_PRELOAD": options.preload} if options.preload else {}
         found["mlx"] = (options.mlx, "work_mlx.py", "", {**KEEP_MEMORY, **preload})

@@ -10,14 +10,24 @@ import numpy as np
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
-from protocol import arguments, serve
+from protocol import model_arguments, serve
 from shapes import batch
 
-options = arguments()
+PRECISIONS = {"fp32": mx.float32, "fp16": mx.float16, "bf16": mx.bfloat16}
+
+parser = model_arguments(__doc__)
+# On a CPU its 16-bit products are slower than float32.
+parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32")
+parser.add_argument("--adapters", choices=("16", "fp32"), default="fp32")
+parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+options = parser.parse_args()
+mx.set_default_device(mx.gpu if options.device == "gpu" else mx.cpu)
 model, _ = load_model(Path(options.model))
-model.set_dtype(mx.float32)  # its 16-bit products are slower than float32 on a CPU
+model.set_dtype(PRECISIONS[options.precision])
 model.freeze()
 linear_to_lora_layers(model, len(model.layers), {"rank": 16, "scale": 2.0, "dropout": 0.0})
+if options.adapters == "16":
+    model.set_dtype(PRECISIONS[options.precision])
 model.train()
 optimizer = optim.AdamW(learning_rate=1e-4)
 rows = batch(model.args.vocab_size, options.rows, options.length, options.chat)
@@ -45,4 +55,4 @@ def step() -> float:
     return float(loss)
 
 
-serve(options.started, step)
+serve(options, step)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from krnl.errors import BackendError, ConfigError, KrnlError, TrainingError
+from krnl.errors import BackendError, ConfigError, KrnlError, Refused, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,7 @@ commands:
   train     fine-tune a model               krnl train examples/storyteller/train.yaml
   plan      memory and work of a run        krnl plan MODEL --tokens 2048
   profile   where the time of a pass goes   krnl profile MODEL --tokens 1024
+  bench     repeat a table of measurements  krnl bench gemm
   generate  continue a prompt               krnl generate MODEL --adapter DIR "Tell me a story."
   merge     fold an adapter into its model  krnl merge MODEL ADAPTER OUT
   doctor    check this machine
@@ -35,7 +36,8 @@ commands:
 
 
 def main() -> None:
-    """Entry point: exits with 0, with 2 for a user's mistake, 1 for a failure, 130 after Ctrl-C."""
+    """Entry point: exits with 0, with 2 for a user's mistake, 1 for a failure, 3 where a figure
+    would not be worth printing, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × or – gets a ?
@@ -50,6 +52,8 @@ def run(arguments: list[str]) -> int:
         return code
     except (BackendError, TrainingError) as error:
         return _complain(str(error), 1)
+    except Refused as refusal:
+        return _complain(str(refusal), 3)
     except KrnlError as error:
         return _complain(str(error), 2)
     except KeyboardInterrupt:
@@ -163,17 +167,27 @@ def plan(arguments: list[str]) -> int:
 
 
 def profile(arguments: list[str]) -> int:
-    """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--dispatches] …"""
+    """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--by label] …"""
     from krnl.options import ProfileOptions
 
     options = _settings("profile", arguments, ProfileOptions, bare_model=True)
-    from krnl.profile import print_profile, profile_run, write_profile
+    from krnl.profile import profile_run
+    from krnl.profile_report import report
 
     options.check(needs_data=False)
-    measured = profile_run(options, options.documents, options.labelled)
-    print_profile(measured, _console(markup=False), options.dispatches)
-    if options.json is not None:
-        write_profile(measured, Path(options.json))
+    measured = profile_run(options, options.documents, options.labelled, options.force)
+    report(measured, options, _console(markup=False))
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    """krnl bench [TABLE] [flags]"""
+    from krnl.options import BenchOptions
+
+    options = _parse(BenchOptions, "bench", arguments)
+    from krnl.bench.command import run_table
+
+    run_table(options, _console(markup=False))
     return 0
 
 
@@ -223,6 +237,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "plan": plan,
     "profile": profile,
+    "bench": bench,
     "generate": generate,
     "merge": merge,
     "doctor": doctor,

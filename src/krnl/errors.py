@@ -5,12 +5,13 @@
     ├── DataError      training data                         (names file and line)
     ├── FormatError    a checkpoint or adapter               (names file and key)
     ├── PlanError      the work does not fit or is malformed (says by how much, and what to lower)
+    ├── Refused        a machine too busy for a figure       (names what keeps it busy)
     ├── TrainingError  a run that diverged                   (names the update)
     └── BackendError   a device or a kernel failed           (names the dispatch)
 
 Every message is one or more plain sentences: what happened, where, what to do. The command line
-prints the message alone and exits with 2 (1 for the last two, which are nobody's mistake); a
-traceback means a bug in KRNL."""
+prints the message alone and exits with 2 (3 for Refused; 1 for the last two, which are nobody's
+mistake); a traceback means a bug in KRNL."""
 
 
 class KrnlError(Exception):
@@ -31,6 +32,10 @@ class FormatError(KrnlError):
 
 class PlanError(KrnlError):
     """A step that cannot be planned."""
+
+
+class Refused(KrnlError):  # noqa: N818 (nothing went wrong)
+    """A figure that would not be worth printing: the machine is not quiet."""
 
 
 class TrainingError(KrnlError):

@@ -25,10 +25,46 @@ class ProfileOptions(TrainConfig):
     """Rows of equal length that the pass is made of."""
     labelled: float = 1.0
     """Share of the tokens that are targets."""
+    by: Literal["kernel", "label", "layer"] = "kernel"
+    """What a line of the table is: a kernel, what it computes, or a layer of the model."""
     dispatches: bool = False
-    """List every dispatch instead of one line per kernel."""
+    """List every dispatch instead of groups."""
     json: str | None = None
     """Also write every dispatch to this file."""
+    trace: str | None = None
+    """Also write the dispatches as a trace, to be opened in Perfetto or chrome://tracing."""
+    png: str | None = None
+    """Also draw the longest lines as bars."""
+    force: bool = False
+    """Print figures even if the machine is busy, marked as untrusted."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Repeat a table of measurements on this machine."""
+
+    table: Positional[str] = ""
+    """Which; `krnl bench` alone lists them."""
+    device: Literal["auto", "cpu", "metal", "cuda"] = "auto"
+    """What computes."""
+    against: str | None = None
+    """Peers to measure in the same rounds, separated by commas: mlx, torch."""
+    mlx_python: str | None = None
+    """The Python of an environment that has MLX."""
+    torch_python: str | None = None
+    """The Python of an environment that has PyTorch."""
+    rounds: int = 7
+    """How often each contestant runs; medians are shown."""
+    json: str | None = None
+    """Also write the table to this file."""
+    png: str | None = None
+    """Also draw the table."""
+    force: bool = False
+    """Print figures even if the machine is busy, marked as untrusted."""
+    relearn: bool = False
+    """Learn anew how fast this machine is in quiet, even if it is slower than before."""
+    quick: bool = False
+    """Small sizes, to see that everything works."""
 
 
 @dataclass(frozen=True)

@@ -1,48 +1,52 @@
 """`krnl profile`: where the time of a training pass goes, against what the machine can do."""
 
-import json
-import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from krnl.backends.base import Roof
 from krnl.backends.cpu import CpuBackend
+from krnl.bench.control import machine, open_gate
+from krnl.bench.gate import Gate, Measurement
+from krnl.bench.results import Machine
 from krnl.data.packing import Pass
 from krnl.devices import activation_type, open_backend
 from krnl.dtypes import DType
 from krnl.errors import ConfigError
-from krnl.formats.files import write_json_atomic
 from krnl.model import Model
+from krnl.plan.lower import Dispatch
 from krnl.plan.step import Call, members
+from krnl.profile_names import direction, names, place
 from krnl.training.config import TrainConfig
 from krnl.training.loop import starting_adapter
 from krnl.training.session import Session, plan_training
 
-REPEATS = 7  # medians are taken of these
-WIDEST = 8  # gaps that are printed
+ROUNDS = 7  # medians are taken of these
+
+By = Literal["kernel", "label", "layer"]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One dispatch, or several alike: how often, how long (seconds in all), and how much work."""
+    """One dispatch, or several put together: how often, how long (seconds in all), and how much
+    work."""
 
-    label: str
+    label: str  # what it computes, as a formula
     kernel: str
+    layer: str
     count: int
     seconds: float
     flops: float
     nbytes: float
-    floor: float  # seconds that the machine would need at least
+    floor: float | None  # seconds that the machine would need at least, if that is known
+    bound: Literal["compute", "memory"] | None  # what sets the floor
 
     @property
     def gap(self) -> float:
-        return self.seconds - self.floor
+        return self.seconds - (self.floor or 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,29 +56,43 @@ class Profile:
     tokens: int
     replay: float
     timings: list[Timing]
-    roof: Roof
+    activation: DType
+    roof: Roof | None  # None: nothing measures that of this device yet
+    machine: Machine
+    measurement: Measurement
 
     @property
     def total(self) -> float:
         return sum(timing.seconds for timing in self.timings)
 
-    def grouped(self) -> list[Timing]:
-        """Dispatches of one kernel put together, the longest first."""
-        kernels = {timing.kernel for timing in self.timings}
-        groups = [_together(k, [t for t in self.timings if t.kernel == k]) for k in kernels]
-        return sorted(groups, key=lambda group: -group.seconds)
+    def grouped(self, by: By = "kernel") -> list[Timing]:
+        """Dispatches that are alike put together: the longest first, layers as they come."""
+        groups: dict[str, list[Timing]] = {}
+        for timing in self.timings:
+            groups.setdefault(str(getattr(timing, by)), []).append(timing)
+        together = [_together(name, group) for name, group in groups.items()]
+        return together if by == "layer" else sorted(together, key=lambda group: -group.seconds)
 
 
-def profile_run(config: TrainConfig, documents: int = 1, labelled: float = 1.0) -> Profile:
+def profile_run(
+    config: TrainConfig,
+    documents: int = 1,
+    labelled: float = 1.0,
+    force: bool = False,
+    gate: Gate | None = None,
+) -> Profile:
     """Times a pass of `accumulate` at full capacity: random tokens in `documents` equal rows, of
-    which the share `labelled` are targets. The data of `config` is not read."""
+    which the share `labelled` are targets. The data of `config` is not read. Refused unless the
+    machine is quiet; `gate` decides, the device's own unless one is given."""
+    if config.device == "reference":
+        raise ConfigError(
+            "device is 'reference', whose times say nothing of training: it computes definitions. "
+            "Give cpu or metal."
+        )
+    backend = open_backend(config.device)
+    gate = gate or open_gate(backend, force)
     model = Model.open(config.model)
     adapter, modules = starting_adapter(config, model)
-    backend = open_backend(config.device)
-    if not isinstance(backend, CpuBackend):
-        raise ConfigError(
-            f"device is '{config.device}'; only the cpu can be profiled so far: give --device cpu."
-        )
     activation = activation_type(backend, config.precision)
     planned = plan_training(
         model.config,
@@ -86,22 +104,35 @@ def profile_run(config: TrainConfig, documents: int = 1, labelled: float = 1.0) 
         config.tokens,
         config.recompute,
     )
-    session = Session(planned, model, modules, backend, config.seed)
     work = random_pass(model.config.vocab_size, config.tokens, documents, labelled)
-    roof = backend.measure_roof()
-    replays, runs = [], []
-    for _ in range(REPEATS):
+    session = Session(planned, model, modules, backend, config.seed)
+    dispatches = planned.accumulate.dispatches
+    counted = next(d.call for d in dispatches if d.call.op.has_live)
+    runs: list[list[float]] = []
+
+    def replay() -> float:
         start = time.perf_counter()
         session.accumulate(work, 1)
-        replays.append(time.perf_counter() - start)
+        session.live_rows(counted)  # reading waits for what was enqueued
+        return time.perf_counter() - start
+
+    def one_by_one() -> float:
         runs.append(session.time_accumulate(work))
-    seconds = np.median(runs, axis=0)
-    visible = int((work.position + 1).sum())
-    timings = [
-        _timing(d.call, d.row.name, float(s), session.live_rows(d.call), visible, roof, activation)
-        for d, s in zip(planned.accumulate.dispatches, seconds, strict=True)
-    ]
-    return Profile(work.live, statistics.median(replays), timings, roof)
+        return sum(runs[-1])
+
+    replay()  # touches all memory for the first time
+    roof = backend.measure_roof() if isinstance(backend, CpuBackend) else None
+    measurement = gate.measure({"replay": replay, "dispatches": one_by_one}, ROUNDS)
+    work_of = _Work(session, int((work.position + 1).sum()), roof, activation)
+    return Profile(
+        work.live,
+        measurement.median("replay"),
+        work_of.timings(dispatches, np.median(runs, axis=0).tolist()),
+        activation,
+        roof,
+        machine(backend),
+        measurement,
+    )
 
 
 def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -> Pass:
@@ -128,62 +159,38 @@ def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -
     )
 
 
-def print_profile(profile: Profile, console: Console, every: bool) -> None:
-    """Kernels, or every dispatch; their sum against a replay; the widest gaps to the roof."""
-    peaks = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in profile.roof.flops.items())
-    console.print(
-        f"{profile.tokens:,} tokens in {1e3 * profile.replay:.1f} ms: "
-        f"{profile.tokens / profile.replay:,.0f} tokens/s. The machine now: {peaks}, "
-        f"{profile.roof.nbytes / 1e9:.0f} GB/s",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(_table(profile.timings if every else profile.grouped(), profile.total))
-    difference = profile.total - profile.replay
-    console.print(
-        f"sum of dispatches {1e3 * profile.total:.2f} ms, whole replay {1e3 * profile.replay:.2f} "
-        f"ms, difference {1e3 * difference:+.2f} ms ({difference / profile.replay:+.1%})",
-        highlight=False,
-        soft_wrap=True,
-    )
-    widest = sorted(profile.grouped(), key=lambda timing: -timing.gap)[:WIDEST]
-    gaps = Table("widest gaps", "ms over the roof", "share of the pass", box=None, pad_edge=False)
-    for timing in widest:
-        gaps.add_row(timing.kernel, f"{1e3 * timing.gap:.2f}", f"{timing.gap / profile.total:.1%}")
-    console.print(gaps)
+@dataclass(frozen=True)
+class _Work:
+    """What the dispatches of a pass had to do, counted over the rows that were live."""
 
+    session: Session
+    visible: int  # pairs of a query and a key that it sees
+    roof: Roof | None
+    activation: DType
 
-def write_profile(profile: Profile, path: Path) -> None:
-    """The profile as JSON; times in seconds."""
-    flops = {str(dtype): rate for dtype, rate in profile.roof.flops.items()}
-    content = {
-        "tokens": profile.tokens,
-        "replay": profile.replay,
-        "roof": {"flops": flops, "nbytes": profile.roof.nbytes},
-        "dispatches": [asdict(timing) for timing in profile.timings],
-    }
-    write_json_atomic(path, json.loads(json.dumps(content)))
+    def timings(self, dispatches: Sequence[Dispatch], seconds: Sequence[float]) -> list[Timing]:
+        labels = names([d.call for d in dispatches])
+        return [
+            self._timing(d, label, s)
+            for d, label, s in zip(dispatches, labels, seconds, strict=True)
+        ]
 
-
-def _timing(
-    call: Call,
-    kernel: str,
-    seconds: float,
-    live: int | None,
-    visible: int,
-    roof: Roof,
-    activation: DType,
-) -> Timing:
-    """A dispatch with the work that its live rows made."""
-    dims = {**call.dims, "visible": visible}
-    share = 1.0
-    if live is not None:
-        share = live / max(1, int(call.dims["n"]))  # type: ignore[arg-type]
-        dims["n"] = live
-    flops = float(call.op.flops(dims))
-    nbytes = sum(_bytes(call, share))
-    floor = max(flops / roof.flops[activation], nbytes / roof.nbytes)
-    return Timing(call.label, kernel, 1, seconds, flops, nbytes, floor)
+    def _timing(self, dispatch: Dispatch, label: str, seconds: float) -> Timing:
+        call = dispatch.call
+        dims = {**call.dims, "visible": self.visible}
+        live, share = self.session.live_rows(call), 1.0
+        if live is not None:
+            share = live / max(1, int(call.dims["n"]))  # type: ignore[arg-type]
+            dims["n"] = live
+        flops = float(call.op.flops(dims))
+        nbytes = sum(_bytes(call, share))
+        layer = f"{direction(call)} {place(call)}"
+        timing = Timing(label, dispatch.row.name, layer, 1, seconds, flops, nbytes, None, None)
+        if self.roof is None:
+            return timing
+        compute, memory = flops / self.roof.flops[self.activation], nbytes / self.roof.nbytes
+        bound: Literal["compute", "memory"] = "compute" if compute > memory else "memory"
+        return replace(timing, floor=max(compute, memory), bound=bound)
 
 
 def _bytes(call: Call, share: float) -> Iterable[float]:
@@ -196,31 +203,19 @@ def _bytes(call: Call, share: float) -> Iterable[float]:
         yield from (times * rows * buffer.nbytes for buffer in members(argument))
 
 
-def _together(kernel: str, timings: Sequence[Timing]) -> Timing:
+def _together(name: str, timings: Sequence[Timing]) -> Timing:
+    """`timings` as one. The bound is the one that most of their floor comes from."""
+    floors = [(t.floor, t.bound) for t in timings if t.floor is not None]
+    compute = sum(floor for floor, bound in floors if bound == "compute")
+    floor = sum(floor for floor, _ in floors)
     return Timing(
-        label=kernel,
-        kernel=kernel,
+        label=name,
+        kernel=timings[0].kernel,
+        layer=timings[0].layer,
         count=sum(t.count for t in timings),
         seconds=sum(t.seconds for t in timings),
         flops=sum(t.flops for t in timings),
         nbytes=sum(t.nbytes for t in timings),
-        floor=sum(t.floor for t in timings),
+        floor=floor if floors else None,
+        bound=None if not floors else "compute" if compute > floor / 2 else "memory",
     )
-
-
-def _table(timings: Sequence[Timing], total: float) -> Table:
-    columns = ("dispatch", "times", "ms", "share", "GFLOP/s", "GB/s", "of the roof")
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for t in timings:
-        table.add_row(
-            t.label,
-            str(t.count),
-            f"{1e3 * t.seconds:.3f}",
-            f"{t.seconds / total:.1%}",
-            f"{t.flops / t.seconds / 1e9:,.0f}",
-            f"{t.nbytes / t.seconds / 1e9:,.1f}",
-            f"{t.floor / t.seconds:.0%}",
-        )
-    return table

@@ -65,6 +65,11 @@ class MetalBackend:
                 refusals.append(str(error))
         return refusals
 
+    def most_threads(self, launch: Launch) -> int:
+        """How many threads of this kernel the GPU allows in a threadgroup: fewer, the more
+        registers it takes."""
+        return int(self._gpu.pipeline(launch).maxTotalThreadsPerThreadgroup())
+
     def allocate(self, layout: Layout) -> MetalMemory:
         gpu = self._gpu
         shared = gpu.metal.MTLResourceStorageModeShared

@@ -1,0 +1,54 @@
+"""The report's MLP block in MLX. In any environment that has mlx and numpy:
+
+    python bench/mlx_block.py --steps 10 --adapters fp32
+
+The gradient at the input is asked for beside the adapters': what lies below a block needs it."""
+
+from functools import partial
+
+import mlx.core as mx
+from peers.block import EPS, arguments, drawn, norms
+from peers.protocol import serve
+
+PRECISIONS = {"fp16": mx.float16, "bf16": mx.bfloat16, "fp32": mx.float32}
+
+options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS)).parse_args()
+mx.set_default_device(mx.gpu if options.device == "gpu" else mx.cpu)
+base = PRECISIONS[options.precision]
+trained = mx.float32 if options.adapters == "fp32" else base
+block = drawn(options.tokens, options.width, options.ffn, options.rank)
+frozen = [mx.array(values).astype(base) for values in (block.gate, block.up, block.down)]
+adapters = [mx.array(values).astype(trained) for values in block.adapters]
+x, dy = (mx.array(values).astype(base) for values in (block.x, block.dy))
+norm = mx.ones(options.width, base)
+mx.eval(frozen, adapters, x, dy, norm)
+gradients = []
+
+
+def adapted(h: mx.array, w: mx.array, a: mx.array, b: mx.array) -> mx.array:
+    return (h @ w.T + (h.astype(a.dtype) @ a.T) @ b.T).astype(h.dtype)
+
+
+def forward(x: mx.array, *adapters: mx.array) -> mx.array:
+    gate, up, down = frozen
+    h = mx.fast.rms_norm(x, norm, EPS)
+    g, u = adapted(h, gate, *adapters[:2]), adapted(h, up, *adapters[2:])
+    return x + (g * mx.sigmoid(g) * u) @ down.T
+
+
+@partial(mx.compile, inputs=frozen)
+def differentiated(dy: mx.array, *primals: mx.array) -> list[mx.array]:
+    return mx.vjp(forward, primals, [dy])[1]
+
+
+def step() -> float:
+    gradients[:] = differentiated(dy, x, *adapters)
+    mx.eval(gradients)
+    return 0.0
+
+
+serve(
+    options,
+    step,
+    lambda: norms([float(mx.linalg.norm(g.astype(mx.float32).reshape(-1))) for g in gradients]),
+)

@@ -1,0 +1,213 @@
+"""What `krnl profile` shows and writes: tables, JSON, a trace for Perfetto, a picture."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from krnl.bench.results import UNTRUSTED
+from krnl.formats.files import open_atomic, write_json_atomic
+from krnl.options import ProfileOptions
+from krnl.profile import By, Profile, Timing
+
+SCHEMA = 1  # raised when a key is renamed, removed or means something else
+WIDEST = 8  # gaps that are printed
+BARS = 20  # that are drawn
+
+
+def report(profile: Profile, options: ProfileOptions, console: Console) -> None:
+    """Prints the profile, and writes the files that were asked for."""
+    print_profile(profile, console, options.by, options.dispatches)
+    if options.json is not None:
+        write_json_atomic(Path(options.json), as_json(profile))
+    if options.trace is not None:
+        write_json_atomic(Path(options.trace), as_trace(profile))
+    if options.png is not None:
+        draw(profile, options.by, Path(options.png))
+
+
+def print_profile(
+    profile: Profile, console: Console, by: By = "kernel", every: bool = False
+) -> None:
+    """Groups, or every dispatch; their sum against a replay; the widest gaps to the roof."""
+
+    def say(line: str) -> None:
+        mark = "" if profile.measurement.trusted else f"{UNTRUSTED}: "
+        console.print(mark + line, highlight=False, soft_wrap=True)
+
+    say(
+        f"{profile.tokens:,} tokens in {1e3 * profile.replay:.1f} ms: "
+        f"{profile.tokens / profile.replay:,.0f} tokens/s on {profile.machine.device}"
+    )
+    if profile.roof is not None:
+        peaks = [f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in profile.roof.flops.items()]
+        say(f"the most it does now: {', '.join(peaks)}, {profile.roof.nbytes / 1e9:.0f} GB/s")
+    console.print(_table(profile, profile.timings if every else profile.grouped(by)))
+    difference = profile.total - profile.replay
+    say(
+        f"sum of dispatches {1e3 * profile.total:.2f} ms, whole replay {1e3 * profile.replay:.2f} "
+        f"ms, difference {1e3 * difference:+.2f} ms ({difference / profile.replay:+.1%})"
+    )
+    if profile.roof is None:
+        console.print(
+            "What this device can do at most is not measured yet, so nothing is compared with it.",
+            soft_wrap=True,
+        )
+    else:
+        console.print(_gaps(profile, by))
+    for note in profile.measurement.notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """Everything; times in seconds."""
+    roof = profile.roof
+    return {
+        "schema": SCHEMA,
+        "trusted": profile.measurement.trusted,
+        "machine": asdict(profile.machine),
+        "tokens": profile.tokens,
+        "activation": str(profile.activation),
+        "replay": profile.replay,
+        "sum": profile.total,
+        "roof": roof
+        and {
+            "flops": {str(dtype): rate for dtype, rate in roof.flops.items()},
+            "nbytes": roof.nbytes,
+        },
+        "measurement": asdict(profile.measurement),
+        "dispatches": [
+            {**_figures(t), "trusted": profile.measurement.trusted} for t in profile.timings
+        ],
+    }
+
+
+def as_trace(profile: Profile) -> dict[str, Any]:
+    """Chrome's trace event format: the dispatches end to end, inside the layer that they are of.
+    Times in microseconds."""
+    trusted = profile.measurement.trusted
+    title = f"krnl profile, {profile.machine.device}" + ("" if trusted else f" ({UNTRUSTED})")
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"trusted": trusted, "tokens": profile.tokens},
+        "traceEvents": [
+            _metadata("process_name", title),
+            _metadata("thread_name", "one dispatch after the other"),
+            *_events(profile),
+        ],
+    }
+
+
+def draw(profile: Profile, by: By, path: Path) -> None:
+    """Bars of the longest groups; the dark part is what the machine would need at least."""
+    from matplotlib.figure import Figure
+
+    groups = profile.grouped(by)
+    shown = sorted(groups, key=lambda group: -group.seconds)[:BARS]
+    shown.sort(key=groups.index, reverse=True)  # the first one on top
+    figure = Figure(figsize=(10, 1 + 0.3 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    labels = [group.label for group in shown]
+    axes.barh(labels, [1e3 * g.seconds for g in shown], color="#b8c4d6", label="measured")
+    if profile.roof is not None:
+        floors = [1e3 * (g.floor or 0.0) for g in shown]
+        axes.barh(labels, floors, color="#1f4e8c", label="at the roof")
+        axes.legend(frameon=False, loc="lower right")
+    mark = "" if profile.measurement.trusted else f" ({UNTRUSTED})"
+    axes.set_xlabel(f"ms of {1e3 * profile.total:.1f}{mark}")
+    axes.set_title(f"{profile.tokens:,} tokens on {profile.machine.device}{mark}")
+    axes.grid(axis="x", alpha=0.3)
+    with open_atomic(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _table(profile: Profile, timings: Sequence[Timing]) -> Table:
+    columns = ["dispatch", "times", "ms", "share", "GFLOP/s", "GB/s"]
+    columns += ["under a roof of", "reached"] if profile.roof is not None else []
+    columns += [""] if not profile.measurement.trusted else []
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for t in timings:
+        row = [
+            t.label,
+            str(t.count),
+            f"{1e3 * t.seconds:.3f}",
+            f"{t.seconds / profile.total:.1%}",
+            f"{_rate(t.flops, t.seconds) / 1e9:,.0f}",
+            f"{_rate(t.nbytes, t.seconds) / 1e9:,.1f}",
+        ]
+        if profile.roof is not None:
+            row += [_roof(profile, t), f"{_rate(t.floor or 0.0, t.seconds):.0%}"]
+        table.add_row(*row, *([] if profile.measurement.trusted else [UNTRUSTED]))
+    return table
+
+
+def _roof(profile: Profile, timing: Timing) -> str:
+    """The line of the roofline that a dispatch is under."""
+    assert profile.roof is not None
+    if timing.bound == "compute":
+        return f"{profile.roof.flops[profile.activation] / 1e9:,.0f} GFLOP/s"
+    return f"{profile.roof.nbytes / 1e9:,.0f} GB/s"
+
+
+def _gaps(profile: Profile, by: By) -> Table:
+    columns = ["widest gaps", "ms over the roof", "share of the pass"]
+    mark = [] if profile.measurement.trusted else [UNTRUSTED]
+    table = Table(*columns, *([""] if mark else []), box=None, pad_edge=False)
+    for timing in sorted(profile.grouped(by), key=lambda timing: -timing.gap)[:WIDEST]:
+        share = f"{timing.gap / profile.total:.1%}"
+        table.add_row(timing.label, f"{1e3 * timing.gap:.2f}", share, *mark)
+    return table
+
+
+def _rate(amount: float, seconds: float) -> float:
+    """Amount a second. What launches nothing takes no time and does nothing."""
+    return amount / seconds if seconds else 0.0
+
+
+def _figures(timing: Timing) -> dict[str, Any]:
+    return {
+        "label": timing.label,
+        "kernel": timing.kernel,
+        "layer": timing.layer,
+        "seconds": timing.seconds,
+        "flops": timing.flops,
+        "nbytes": timing.nbytes,
+        "floor": timing.floor,
+        "bound": timing.bound,
+    }
+
+
+def _metadata(kind: str, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": 1, "args": {"name": name}}
+
+
+def _events(profile: Profile) -> Iterator[dict[str, Any]]:
+    """A complete event for each stretch of a layer, and inside it one for each dispatch."""
+
+    def event(name: str, category: str, start: float, end: float, args: Any) -> dict[str, Any]:
+        return {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            "ts": 1e6 * start,
+            "dur": 1e6 * (end - start),
+            "pid": 1,
+            "tid": 1,
+            "args": {**args, "trusted": profile.measurement.trusted},
+        }
+
+    start = 0.0
+    for layer, group in groupby(profile.timings, key=lambda timing: timing.layer):
+        inside, end = [], start
+        for t in group:
+            begin, end = end, end + t.seconds
+            inside.append(event(t.label, t.kernel, begin, end, _figures(t)))
+        yield event(layer, "layer", start, end, {})
+        yield from inside
+        start = end
