@@ -1,6 +1,7 @@
 """The simulator's engine: sound kernels give no reports and the same bits in any order of threads,
 counters are exact, and the race check agrees with the definition of a race."""
 
+import ctypes
 import mmap
 from functools import cache
 from pathlib import Path
@@ -263,6 +264,17 @@ def test_adopted_memory_is_not_copied() -> None:
     beyond = sound("checked").launch("halves", [adopted, y], memory.size // 32 + 1, 32).reports
     assert [r.kind for r in beyond] == ["out of bounds"]
     assert "in no buffer" in beyond[0].message
+
+
+def test_a_library_loaded_where_adopted_memory_was_is_no_buffer() -> None:
+    library = sound("checked")
+    globals_at = ctypes.addressof(library._table) // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * (16 * mmap.PAGESIZE)).from_address(globals_at - 8 * mmap.PAGESIZE)
+    stale = Buffer.adopt(np.frombuffer(pages, np.uint8), "given back")
+    a, c = np.eye(8, dtype=np.float16), Buffer(256)
+    arguments = [Buffer(a), Buffer(a), c, np.uint32(8), Buffer(np.full(1, 2, np.float32))]
+    clean(library.launch("product", arguments, 1, 32, {"has_bias": True}))
+    assert stale.size == len(pages)
 
 
 def test_buffers_outlive_their_object_while_arrays_look_at_them() -> None:

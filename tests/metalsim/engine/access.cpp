@@ -198,15 +198,19 @@ static void check_worker_memory(Worker &w, const Checked &access) {
          access.bytes);
 }
 
-// Constants and other global variables of the kernel library are harmless; other memory is the host's.
-static void check_other_memory(Worker &w, const Checked &access) {
-  const uintptr_t page = access.address / 4096;
-  if (page == w.harmless_page) return;
+// Constants and other global variables of the kernel library are harmless.
+static bool is_global(Worker &w, uintptr_t address) {
+  const uintptr_t page = address / 4096;
+  if (page == w.harmless_page) return true;
   Dl_info info;
-  if (dladdr((void *)access.address, &info) && (uintptr_t)info.dli_fbase == w.image) {
-    w.harmless_page = page;
-    return;
-  }
+  if (!dladdr((void *)address, &info) || (uintptr_t)info.dli_fbase != w.image) return false;
+  w.harmless_page = page;
+  return true;
+}
+
+// Other memory is the host's.
+static void check_other_memory(Worker &w, const Checked &access) {
+  if (is_global(w, access.address)) return;
   report(OUT_OF_BOUNDS, access.code, "%s of %u bytes at an address in no buffer", verb(access), access.bytes);
   abandon_launch(w);
 }
@@ -214,6 +218,8 @@ static void check_other_memory(Worker &w, const Checked &access) {
 void check_access(Worker &w, const Checked &access) {
   if (access.address - worker_memory.base < worker_memory.stride * MAX_WORKERS) return check_worker_memory(w, access);
   const Allocation *buffer = device_memory.find(access.address);
+  // The host may have given back memory that a buffer adopted, and the library may have been loaded there.
+  if (buffer && buffer->adopted && buffer->stamp != w.first_stamp && is_global(w, access.address)) return;
   if (buffer || device_memory.contains(access.address)) return check_device_memory(w, access, buffer);
   check_other_memory(w, access);
 }
