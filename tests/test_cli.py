@@ -582,3 +582,18 @@ def test_the_doctor_passes():
     ended = krnl_process("doctor")
     assert ended.returncode == 0, ended.stdout
     assert "pass" in ended.stdout and "FAIL" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["profile", str(BASE), "--json", "{}/no/x.json"],
+        ["profile", str(BASE), "--trace", "{}/no/x.json"],
+        ["bench", "nt", "--png", "{}/no/x.png"],
+    ],
+    ids=["json", "trace", "png"],
+)
+def test_files_have_a_folder_before_anything_is_measured(tmp_path, arguments):
+    ended = krnl_process(*(word.format(tmp_path) for word in arguments))
+    assert ended.returncode == 2
+    one_sentence(ended.stderr, r"there is no such folder to write it in")

@@ -168,13 +168,14 @@ def plan(arguments: list[str]) -> int:
 
 def profile(arguments: list[str]) -> int:
     """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--by label] …"""
-    from krnl.options import ProfileOptions
+    from krnl.options import ProfileOptions, check_outputs
 
     options = _settings("profile", arguments, ProfileOptions, bare_model=True)
     from krnl.profile import profile_run
     from krnl.profile_report import report
 
     options.check(needs_data=False)
+    check_outputs(options, "json", "trace", "png")
     measured = profile_run(options, options.documents, options.labelled, options.force)
     report(measured, options, _console(markup=False))
     return 0
@@ -182,11 +183,12 @@ def profile(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """krnl bench [TABLE] [flags]"""
-    from krnl.options import BenchOptions
+    from krnl.options import BenchOptions, check_outputs
 
     options = _parse(BenchOptions, "bench", arguments)
     from krnl.bench.command import run_table
 
+    check_outputs(options, "json", "png")
     run_table(options, _console(markup=False))
     return 0
 

@@ -2,10 +2,12 @@
 training/config.py."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
 
+from krnl.errors import ConfigError
 from krnl.training.config import TrainConfig
 
 
@@ -112,3 +114,12 @@ class MergeOptions:
     """PEFT adapter folder."""
     out: Positional[str]
     """New folder for the merged model."""
+
+
+def check_outputs(options: ProfileOptions | BenchOptions, *names: str) -> None:
+    """ConfigError if a file that is to be written has no folder to be in. To be called before
+    anything is measured."""
+    for name in names:
+        path = getattr(options, name)
+        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+            raise ConfigError(f"{name} is '{path}', and there is no such folder to write it in.")
