@@ -23,8 +23,9 @@ RESULTS = DOCS / "results"
 WIDTH = 120
 
 ABOUT = """Written by `scripts/write_measurements.py` from `docs/results/`; change those, not this
-page. Each table is from one run on one machine, the tools interleaved, medians with the range or
-the quartiles beside them. Under each title: which machine, when, and how quiet it was."""
+page. What is compared is from one run on one machine unless a line says otherwise, the tools
+interleaved, medians with the range or the quartiles beside them. Under each title: which machine,
+when, and how quiet it was."""
 
 
 def main() -> None:

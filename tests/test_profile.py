@@ -14,11 +14,12 @@ from krnl.backends.base import Roof
 from krnl.backends.cpu import CpuBackend
 from krnl.backends.reference import ReferenceBackend
 from krnl.bench.control import open_gate
+from krnl.data.packing import random_pass
 from krnl.dtypes import BF16, F32
 from krnl.errors import ConfigError, Refused
 from krnl.formats.peft import AdapterConfig
 from krnl.options import ProfileOptions
-from krnl.profile import ROUNDS, Profile, Timing, profile_run, random_pass
+from krnl.profile import ROUNDS, Profile, Timing, profile_run
 from krnl.profile_names import names, place
 from krnl.profile_report import as_json, as_trace, draw, print_profile, report
 from krnl.training.config import TrainConfig

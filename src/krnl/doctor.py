@@ -15,6 +15,7 @@ from krnl import __version__
 from krnl.backends.base import Backend
 from krnl.backends.cpu import ISA_VARIABLE, CpuBackend, available_isas
 from krnl.backends.reference import ReferenceBackend
+from krnl.data.packing import random_pass
 from krnl.devices import has_metal
 from krnl.dtypes import BF16, F32, DType
 from krnl.errors import KrnlError
@@ -23,7 +24,6 @@ from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import write_safetensors
 from krnl.model import Model, initial_modules
 from krnl.models.config import parse, tensor_shapes
-from krnl.profile import random_pass
 from krnl.training.loss_scale import initial_scale
 from krnl.training.session import Session, plan_training
 

@@ -12,7 +12,7 @@ from krnl.backends.cpu import CpuBackend
 from krnl.bench.control import machine, open_gate
 from krnl.bench.gate import Gate, Measurement
 from krnl.bench.results import Machine
-from krnl.data.packing import Pass
+from krnl.data.packing import random_pass
 from krnl.devices import activation_type, open_backend
 from krnl.dtypes import DType
 from krnl.errors import ConfigError
@@ -132,30 +132,6 @@ def profile_run(
         roof,
         machine(backend),
         measurement,
-    )
-
-
-def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -> Pass:
-    """A full pass of random tokens, the same each time."""
-    if not 1 <= documents <= tokens // 2:
-        raise ConfigError(
-            f"documents is {documents}; it must be from 1 to half of the {tokens} tokens."
-        )
-    random = np.random.default_rng(0)
-    edges = np.linspace(0, tokens, documents + 1).astype(np.int32)
-    lengths = np.diff(edges)
-    start = np.repeat(edges[:-1], lengths)
-    ids = random.integers(0, vocab_size, tokens).astype(np.int32)
-    chosen = random.random(tokens - 1) < labelled
-    rows = np.flatnonzero((start[1:] == start[:-1]) & chosen).astype(np.int32)
-    return Pass(
-        tokens=ids,
-        position=np.arange(tokens, dtype=np.int32) - start,
-        document=np.repeat(np.arange(documents, dtype=np.int32), lengths),
-        doc_start=start,
-        target_row=rows,
-        target=ids[rows + 1],
-        capacity=tokens,
     )
 
 

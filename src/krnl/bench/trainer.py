@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from krnl.data.packing import Pass
+from krnl.data.packing import Pass, random_pass
 from krnl.devices import activation_type, open_backend
 from krnl.errors import BackendError, KrnlError
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model, initial_modules
-from krnl.profile import random_pass
 from krnl.training.schedule import hyper
 from krnl.training.session import Session, plan_training
 

@@ -160,3 +160,27 @@ def batches(
         raise ConfigError(f"`seed` must be between 0 and 2**64 - 1, not {seed}.")
     updates = steps if steps is not None else (epochs or 0) * -(-count // batch_size)
     return Order(count, batch_size, updates, shuffle, seed)
+
+
+def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -> Pass:
+    """A full pass of random tokens, the same each time."""
+    if not 1 <= documents <= tokens // 2:
+        raise ConfigError(
+            f"documents is {documents}; it must be from 1 to half of the {tokens} tokens."
+        )
+    random = np.random.default_rng(0)
+    edges = np.linspace(0, tokens, documents + 1).astype(np.int32)
+    lengths = np.diff(edges)
+    start = np.repeat(edges[:-1], lengths)
+    ids = random.integers(0, vocab_size, tokens).astype(np.int32)
+    chosen = random.random(tokens - 1) < labelled
+    rows = np.flatnonzero((start[1:] == start[:-1]) & chosen).astype(np.int32)
+    return Pass(
+        tokens=ids,
+        position=np.arange(tokens, dtype=np.int32) - start,
+        document=np.repeat(np.arange(documents, dtype=np.int32), lengths),
+        doc_start=start,
+        target_row=rows,
+        target=ids[rows + 1],
+        capacity=tokens,
+    )

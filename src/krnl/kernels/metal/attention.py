@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 
 from krnl.dtypes import F32, DType
 from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.metal.sizes import LANES, TILE, VECTOR, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
-TILE = 32
-LANES = 32
-VECTOR = 4  # elements that a product reads at once
 # 32 heads of 1024 tokens, forward and in halves. Launches of that size fill any GPU, and what more
 # memory would save, one launch in a few, is not worth shorter passes.
 SCORE_BYTES = 256 << 20
@@ -64,7 +62,7 @@ class Part:
 
 
 def _tiles(size: int) -> int:
-    return -(-size // TILE)
+    return pieces(size, TILE)
 
 
 def _padded(size: int) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 
 from krnl.dtypes import F16, F32, DType
 from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.metal.sizes import LANES, TILE, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call, members
 
-TILE = 32  # rows and columns of a threadgroup's tile of the output, and the K of a step
-SIMDGROUP = 32  # threads: a threadgroup is one simdgroup
 REDUCE_THREADS = 256
 PAIRS = 3  # q, k and v; an adapter's pair comes on top
 
@@ -42,10 +41,6 @@ def _constants(**values: bool | int) -> dict[int, bool | int | float]:
     """All of them by index; those that are not given are false."""
     assert values.keys() <= set(CONSTANTS)
     return {index: values.get(name, False) for index, name in enumerate(CONSTANTS)}
-
-
-def _pieces(size: int, piece: int) -> int:
-    return -(-size // piece)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Product:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        return _pieces(self.columns, TILE), _pieces(self.rows, TILE)
+        return pieces(self.columns, TILE), pieces(self.rows, TILE)
 
     @property
     def chunks(self) -> int:
@@ -121,7 +116,7 @@ class Product:
         if not 0 < tiles < FEW_TILES:
             return 1
         pairs = [*self.pairs, self.adapter] if self.adapter else self.pairs
-        steps = sum(_pieces(pair.depth, TILE) for pair in pairs)
+        steps = sum(pieces(pair.depth, TILE) for pair in pairs)
         return max(1, min(ENOUGH_GROUPS // tiles, steps // CHUNK_STEPS))
 
     @property
@@ -147,7 +142,7 @@ class Product:
             "_".join(["gemm", self.layout, *map(str, types)]),
             (*operands, *epilogue.arguments, self.live, self._shape(epilogue)),
             (*self.tiles, self.chunks),
-            SIMDGROUP,
+            LANES,
             _constants(
                 aligned=all(pair.aligned for pair in self.pairs),
                 pairs=len(self.pairs),
@@ -163,7 +158,7 @@ class Product:
             "gemm",
             f"gemm_reduce_{self.pairs[0].a.dtype}",
             (*operands, *self.epilogue.arguments, self.live, self._shape(self.epilogue)),
-            (_pieces(self.rows * self.columns, REDUCE_THREADS), 1, 1),
+            (pieces(self.rows * self.columns, REDUCE_THREADS), 1, 1),
             REDUCE_THREADS,
             _constants(**self.epilogue.constants),
         )
@@ -313,8 +308,8 @@ def _swiglu(call: Call, workspace: Buffer | None) -> list[Launch]:
             "gemm",
             f"gemm_swiglu_{x.dtype}_{w_gate.dtype}",
             (x, w_gate, w_up, *adapter, *call.writes(), live, shape),
-            (_pieces(f, TILE // 2), _pieces(n, TILE), 1),
-            SIMDGROUP,
+            (pieces(f, TILE // 2), pieces(n, TILE), 1),
+            LANES,
             _constants(
                 aligned=all(m % 4 == 0 for m in (c, x.start, w_gate.start, w_up.start)),
                 has_adapter=any(ranks),

@@ -10,10 +10,10 @@ from typing import Any
 
 from krnl.dtypes import F16, F32, I32
 from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.metal.sizes import LANES, VECTOR, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call, members
 
-LANES, VECTOR = 32, 4
 # Vectors that a thread of a norm keeps in registers (kHeld in norm.metal).
 HELD = 4
 # Threads to a row that is summed: half of what a threadgroup may have, since a kernel with many
@@ -35,13 +35,9 @@ LOSS_GRADIENT = 1
 Constants = dict[int, bool]
 
 
-def _pieces(size: int, piece: int) -> int:
-    return -(-size // piece)
-
-
 def _threads(elements: int, per_thread: int, most: int = MOST_THREADS) -> int:
     """Whole simdgroups, enough for the elements or as many as are allowed."""
-    return min(most, max(1, _pieces(elements, per_thread * LANES)) * LANES)
+    return min(most, max(1, pieces(elements, per_thread * LANES)) * LANES)
 
 
 def _vectorised(width: int, *buffers: Buffer | None) -> bool:
@@ -78,7 +74,7 @@ def _pointwise(
 ) -> list[Launch]:
     """A thread to each item of each row; nothing where there are none."""
     threads = _threads(items, 1, POINTWISE_THREADS)
-    groups = (_pieces(items, threads), rows, 1)
+    groups = (pieces(items, threads), rows, 1)
     launch = Launch(library, function, arguments, groups, threads, constants or {})
     return [launch] if items * rows else []
 
@@ -132,7 +128,7 @@ def _flat(function: str, *buffers: Buffer) -> list[Launch]:
     count = buffers[0].size
     constants = {VECTORISED: _vectorised(count, *buffers)}
     arguments: tuple[Any, ...] = (*buffers, struct.pack("<I", count))
-    return _pointwise("pointwise", function, arguments, _pieces(count, VECTOR), constants=constants)
+    return _pointwise("pointwise", function, arguments, pieces(count, VECTOR), constants=constants)
 
 
 def _cast(call: Call, workspace: Buffer | None) -> list[Launch]:
@@ -150,7 +146,7 @@ def _copy_rows(
     width = y.size // y.shape[0]
     constants = {VECTORISED: _vectorised(width, x, y)}
     arguments = (x, index, live, y, struct.pack("<I", width))
-    return _pointwise("pointwise", function, arguments, _pieces(width, VECTOR), rows, constants)
+    return _pointwise("pointwise", function, arguments, pieces(width, VECTOR), rows, constants)
 
 
 def _embedding(call: Call, workspace: Buffer | None) -> list[Launch]:
@@ -175,7 +171,7 @@ def _swiglu(call: Call, workspace: Buffer | None) -> list[Launch]:
     rows, width = matrices[0].shape
     constants = {VECTORISED: _vectorised(width, *matrices)}
     arguments = (*buffers, struct.pack("<I", width))
-    name, items = f"{call.op.name}_{matrices[0].dtype}", _pieces(width, VECTOR)
+    name, items = f"{call.op.name}_{matrices[0].dtype}", pieces(width, VECTOR)
     return _pointwise("pointwise", name, arguments, items, rows, constants)
 
 
@@ -194,7 +190,7 @@ def _rope(call: Call, workspace: Buffer | None) -> list[Launch]:
     shape = struct.pack("<IIf", heads, pairs, call.attributes["sign"])
     constants = {VECTORISED: _vectorised(pairs, x, cos, sin, y)}
     arguments = (x, cos, sin, live, y, shape)
-    items = heads * _pieces(pairs, VECTOR)
+    items = heads * pieces(pairs, VECTOR)
     return _pointwise("pointwise", f"rope_{x.dtype}", arguments, items, rows, constants)
 
 
@@ -210,7 +206,7 @@ def _dropout(call: Call, workspace: Buffer | None) -> list[Launch]:
         DROPOUT_RESIDUAL: residual is not None,
     }
     arguments = (x, document, position, key, residual, live, y, shape)
-    name, items = f"dropout_{x.dtype}", _pieces(width, VECTOR)
+    name, items = f"dropout_{x.dtype}", pieces(width, VECTOR)
     return _pointwise("pointwise", name, arguments, items, rows, constants)
 
 
@@ -248,13 +244,13 @@ def _cross_entropy_loss(call: Call, workspace: Buffer | None) -> list[Launch]:
 
 def _norm_partials(call: Call) -> int:
     grad = next(call.reads())
-    return 4 * _pieces(grad.size, NORM_BLOCK)
+    return 4 * pieces(grad.size, NORM_BLOCK)
 
 
 def _gradient_norm(call: Call, workspace: Buffer | None) -> list[Launch]:
     grad, loss, hyper, result = _arguments(call)
     count = grad.size
-    blocks = _pieces(count, NORM_BLOCK)
+    blocks = pieces(count, NORM_BLOCK)
     squares = (grad, hyper, workspace, struct.pack("<II", count, NORM_BLOCK))
     root = (workspace, loss, result, struct.pack("<I", blocks))
     constants = {VECTORISED: _vectorised(count, grad)}
@@ -269,7 +265,7 @@ def _adamw(call: Call, workspace: Buffer | None) -> list[Launch]:
     count = grad.size
     constants = {VECTORISED: _vectorised(count, grad, param, first, second)}
     arguments = (grad, norm, hyper, param, first, second, struct.pack("<I", count))
-    items = _pieces(count, VECTOR)
+    items = pieces(count, VECTOR)
     return _pointwise("optimizer", "adamw", arguments, items, constants=constants)
 
 
