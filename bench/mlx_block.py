@@ -7,13 +7,13 @@ The gradient at the input is asked for beside the adapters': what lies below a b
 from functools import partial
 
 import mlx.core as mx
-from peers.block import EPS, arguments, drawn, norms
-from peers.protocol import serve
+import mlx_worker
+from block import EPS, arguments, drawn, norms
+from mlx_worker import DEVICES, PRECISIONS
+from protocol import serve
 
-PRECISIONS = {"fp16": mx.float16, "bf16": mx.bfloat16, "fp32": mx.float32}
-
-options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS)).parse_args()
-mx.set_default_device(mx.gpu if options.device == "gpu" else mx.cpu)
+options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
+mlx_worker.use_device(options.device)
 base = PRECISIONS[options.precision]
 trained = mx.float32 if options.adapters == "fp32" else base
 block = drawn(options.tokens, options.width, options.ffn, options.rank)
@@ -41,14 +41,17 @@ def differentiated(dy: mx.array, *primals: mx.array) -> list[mx.array]:
     return mx.vjp(forward, primals, [dy])[1]
 
 
-def step() -> float:
+def step() -> dict[str, float]:
     gradients[:] = differentiated(dy, x, *adapters)
     mx.eval(gradients)
-    return 0.0
+    return {}
 
 
 serve(
     options,
     step,
+    ("mlx",),
+    mlx_worker.threads,
+    lambda: mlx_worker.peak(options.device),
     lambda: norms([float(mx.linalg.norm(g.astype(mx.float32).reshape(-1))) for g in gradients]),
 )

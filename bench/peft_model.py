@@ -6,28 +6,60 @@ peft, on a checkpoint folder:
 PEFT's own default is fp32 adapters in a 16-bit base; 16 is what a patient user would set."""
 
 import torch
-from peers.protocol import model_arguments, serve
-from peers.shapes import batch
+import torch_worker
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft.tuners.lora import Linear
+from protocol import serve
+from torch_worker import DEVICES, PRECISIONS, finish
+from training import (
+    ALPHA,
+    BETAS,
+    CLIP,
+    EPS,
+    RANK,
+    RATE,
+    WEIGHT_DECAY,
+    adapter,
+    arguments,
+    batch,
+)
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-parser = model_arguments(__doc__.splitlines()[0])
-parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16")
-parser.add_argument("--adapters", choices=("16", "fp32"), default="fp32")
-parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-parser.add_argument("--compile", action="store_true", help="torch.compile (slow to start)")
+parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
+parser.add_argument(
+    "--variant",
+    choices=("eager", "compile", "checkpointing", "liger"),
+    default="eager",
+    help="compile: torch.compile (slow to start); checkpointing: activations are computed again; "
+    "liger: the kernels of liger_kernel, on a GPU",
+)
 options = parser.parse_args()
-device = "cpu"
-if options.device == "gpu":
-    device = "cuda" if torch.cuda.is_available() else "mps"
-base = AutoModelForCausalLM.from_pretrained(options.model, dtype=PRECISIONS[options.precision])
-config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-model = get_peft_model(base, config, autocast_adapter_dtype=options.adapters == "fp32").to(device)
-model.train()
+if options.variant == "liger":
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM as Loader
+else:
+    from transformers import AutoModelForCausalLM as Loader
+torch_worker.use_threads(options)
+device = options.device
+base = Loader.from_pretrained(
+    options.model, dtype=PRECISIONS[options.precision], attn_implementation="sdpa"
+)
+base.config.use_cache = False
+config = LoraConfig(
+    r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
+)
+model = get_peft_model(base, config, autocast_adapter_dtype=options.adapters == "fp32")
+with torch.no_grad():
+    for name, layer in base.named_modules():
+        if isinstance(layer, Linear):
+            values = adapter(name, layer.out_features, layer.in_features)
+            for side, drawn in zip((layer.lora_A, layer.lora_B), values, strict=True):
+                side["default"].weight.copy_(torch.from_numpy(drawn))
+if options.variant == "checkpointing":
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+model.to(device).train()
 parameters = [p for p in model.parameters() if p.requires_grad]
-optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
+optimizer = torch.optim.AdamW(
+    parameters, RATE, BETAS, EPS, weight_decay=WEIGHT_DECAY, fused=device != "mps"
+)
 rows = batch(base.config.vocab_size, options.rows, options.length, options.chat)
 longest = max(len(ids) for ids, _ in rows)
 ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -40,18 +72,19 @@ for i, (row, wanted) in enumerate(rows):
 given = {"input_ids": ids.to(device), "labels": labels.to(device)}
 if options.chat:
     given["attention_mask"] = mask.to(device)
-forward = torch.compile(model) if options.compile else model
+forward = torch.compile(model) if options.variant == "compile" else model
 
 
-def step() -> float:
+def step() -> dict[str, float]:
     loss = forward(**given).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if device != "cpu":
-        getattr(torch, device).synchronize()
-    return float(loss.detach())
+    finish(device)
+    return {"loss": float(loss.detach()), "norm": float(norm)}
 
 
-serve(options, step)
+packages = ["torch", "transformers", "peft"]
+packages += ["liger_kernel"] * (options.variant == "liger")
+serve(options, step, packages, torch.get_num_threads, lambda: torch_worker.peak(device))

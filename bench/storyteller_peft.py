@@ -6,11 +6,13 @@
 Each round runs both tools in fresh processes for the same number of updates of 16 rows in file
 order: PEFT in float32 and bfloat16, KRNL in fp32 and in the machine's best precision. Printed are
 the median seconds of an update (the first three of a process left out) and the ratio. PEFT runs as
-people run it: padded batches, SDPA attention, AdamW, all linear layers, rank 16.
+people run it: padded batches, SDPA attention, AdamW, all linear layers, rank 16; both on as many
+threads as there are cores.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 STORY = ROOT / "examples" / "storyteller"
 ROWS = 16
 WARM = 3
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peft_worker(updates: int, dtype: str) -> list[float]:
@@ -31,7 +34,7 @@ def peft_worker(updates: int, dtype: str) -> list[float]:
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(max(1, torch.get_num_threads()))
+    torch.set_num_threads(THREADS)
     tokenizer = Tokenizer.from_file(str(STORY / "model" / "tokenizer.json"))
 
     def rendered(messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -94,7 +97,8 @@ def krnl_updates(python: str, updates: int, precision: str) -> list[float]:
             "--valid",
             str(STORY / "data" / "valid.jsonl"),
         ]
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        environment = {**os.environ, "KRNL_THREADS": str(THREADS)}
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
         lines = Path(folder, "out", "metrics.jsonl").read_text().splitlines()
         return [m["seconds"] for m in map(json.loads, lines) if "seconds" in m]
 

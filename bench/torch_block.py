@@ -5,21 +5,28 @@
 fp32 adapters in a 16-bit base are computed as PEFT does it: the input is widened, the sum
 rounded."""
 
+from collections.abc import Callable
+
 import torch
-from peers.block import EPS, arguments, drawn, norms
-from peers.protocol import serve
+import torch_worker
+from block import EPS, arguments, drawn, norms
+from protocol import serve
 from torch.nn import functional
+from torch_worker import DEVICES, PRECISIONS, finish
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS))
-parser.add_argument("--compile", action="store_true", help="torch.compile (slow to start)")
+parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
+parser.add_argument(
+    "--variant",
+    choices=("eager", "compile", "graph"),
+    default="eager",
+    help="compile: torch.compile, on CUDA with max-autotune (slow to start); graph: a CUDA graph",
+)
 options = parser.parse_args()
-base = PRECISIONS[options.precision]
+if options.variant == "graph" and options.device != "cuda":
+    parser.error("--variant graph needs --device cuda")
+torch_worker.use_threads(options)
+base, device = PRECISIONS[options.precision], options.device
 trained = torch.float32 if options.adapters == "fp32" else base
-device = "cpu"
-if options.device == "gpu":
-    device = "cuda" if torch.cuda.is_available() else "mps"
 block = drawn(options.tokens, options.width, options.ffn, options.rank)
 
 
@@ -43,16 +50,45 @@ def forward(x: torch.Tensor) -> torch.Tensor:
     return x + (functional.silu(g) * u) @ down.T
 
 
-run = torch.compile(forward) if options.compile else forward
+if options.variant == "compile":
+    forward = torch.compile(forward, mode="max-autotune" if device == "cuda" else None)
 
 
-def step() -> float:
+def differentiate() -> None:
+    """Forward and backward; the gradients are new."""
     for each in (x, *adapters):
         each.grad = None
-    run(x).backward(dy)
-    if device != "cpu":
-        getattr(torch, device).synchronize()
-    return 0.0
+    forward(x).backward(dy)
 
 
-serve(options, step, lambda: norms([float(t.grad.float().norm()) for t in (x, *adapters)]))
+def captured() -> Callable[[], None]:
+    """`differentiate` as one CUDA graph. What it allocates is allocated before."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            differentiate()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        differentiate()
+    return graph.replay
+
+
+run = captured() if options.variant == "graph" else differentiate
+
+
+def step() -> dict[str, float]:
+    run()
+    finish(device)
+    return {}
+
+
+serve(
+    options,
+    step,
+    ("torch",),
+    torch.get_num_threads,
+    lambda: torch_worker.peak(device),
+    lambda: norms([float(t.grad.float().norm()) for t in (x, *adapters)]),
+)

@@ -2,20 +2,23 @@
 
 A result is what `krnl bench TABLE --json` wrote, or a comparison with other tools: title, machine,
 day, how quiet it was, and `cases`, each a list of `tools` with median, low and high, of which the
-first is KRNL. Such a list may also be what `bench/peers/run.py --json` wrote. To add a figure, put
-its file there and run
+first is KRNL; or a list of what was not measured. To measure a table anew, or for the first time:
 
+    krnl bench gemm --json docs/results/bench-gemm-cpu.json
     python scripts/write_measurements.py
 """
 
 import argparse
 import json
-import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from krnl.bench.command import LEAST_ROUNDS, TABLES
+from krnl.bench.results import HEADS, SCHEMA, cells, controls, from_json, told
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "measurements.md"
@@ -40,20 +43,59 @@ def main() -> None:
 
 
 def page(folder: Path) -> str:
-    """The whole page."""
-    contents = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    """The whole page. Ends with a sentence at a file that is no result, or is not worth
+    publishing."""
     parts = ["# Measurements", wrapped(ABOUT)]
     missing: list[str] = []
-    for content in contents:
-        if content.get("kind") == "not measured":
-            missing += content["lines"]
-        elif content.get("kind") == "peers":
-            parts += peers(content)
-        else:
+    results: list[tuple[Path, dict[str, Any]]] = []
+    for path in sorted(folder.glob("*.json")):
+        with named(path):
+            content = json.loads(path.read_text("utf-8"))
+            match content:
+                case {"kind": "not measured"}:
+                    missing += [wrapped(f"- {line}", "  ") for line in content["lines"]]
+                case {"kind": "peers"}:
+                    parts += peers(content)
+                case {"schema": int(), "command": str(), "entries": list()}:
+                    check(content, path)
+                    results.append((path, content))
+                case _:
+                    sys.exit(
+                        f"{path} is neither a result of krnl bench, nor a comparison with other "
+                        "tools, nor a list of what was not measured; remove it."
+                    )
+    for path, content in in_order(results):
+        with named(path):
             parts += table(content)
             missing += absent(content)
-    parts += ["## Not measured", "\n".join(wrapped(f"- {line}", "  ") for line in missing)]
+    parts += ["## Not measured", "\n".join(missing)]
     return "\n\n".join(parts) + "\n"
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Ends with a sentence where a file is not what it should be."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"{path} is not valid JSON: {error}.")
+    except KeyError as error:
+        sys.exit(f"{path} is damaged: it lacks {error}. Remove it, or measure it anew.")
+    except TypeError as error:
+        sys.exit(f"{path} is damaged: {error}. Remove it, or measure it anew.")
+
+
+def in_order(results: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
+    """As `krnl bench` lists its tables. Ends with a sentence where two files hold the same table of
+    the same device: the old one is to be replaced."""
+    seen: dict[tuple[str, str, str], Path] = {}
+    for path, content in results:
+        with named(path):
+            what = content["command"], content["title"], content["machine"]["device"]
+        if (other := seen.setdefault(what, path)) != path:
+            sys.exit(f"{other} and {path} both hold krnl bench {what[0]} on {what[2]}; keep one.")
+    tables = list(TABLES)
+    return sorted(results, key=lambda result: tables.index(result[1]["command"]))
 
 
 def peers(content: dict[str, Any]) -> Iterator[str]:
@@ -63,31 +105,15 @@ def peers(content: dict[str, Any]) -> Iterator[str]:
     yield circumstances(content["when"], content["machine"], content["quiet"] + command)
     if content["about"]:
         yield wrapped(content["about"])
-    cases = [(case["name"], [summary(t) for t in case["tools"]]) for case in content["cases"]]
+    cases = [(case["name"], case["tools"]) for case in content["cases"]]
     if cases:
         yield comparison(cases, content["unit"], content["digits"])
     yield from map(wrapped, content["notes"])
 
 
-def summary(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool's figures, taken together if they are steps."""
-    if "steps" not in tool:
-        return tool
-    seconds = [step["seconds"] for step in tool["steps"]]
-    return {
-        **tool,
-        "name": tool["tool"],
-        "median": statistics.median(seconds),
-        "low": min(seconds),
-        "high": max(seconds),
-        "peak_mib": max(step["peak"] for step in tool["steps"]) / 2**20,
-    }
-
-
 def comparison(cases: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, digits: int) -> str:
-    """A line for each tool; columns that no tool fills are left out. A tool measured in another run
-    carries KRNL's figure of that run as `krnl`; one whose seconds were stored rounded, its `ratio`
-    from before."""
+    """A line for each tool. One that was measured in another run carries KRNL's figure of that run
+    as `krnl`; one whose seconds were stored rounded, its `ratio` from before."""
     rows = []
     for name, tools in cases:
         ours, *_ = tools
@@ -105,8 +131,7 @@ def comparison(cases: Sequence[tuple[str, list[dict[str, Any]]]], unit: str, dig
             row += [f"{tool['of_peak']:.0%}" if "of_peak" in tool else ""]
             rows.append(row)
     heads = ["", unit, "range", "KRNL is", "MiB", "KRNL uses", "first step", "of the peak"]
-    filled = [i for i in range(len(heads)) if i == 0 or any(row[i] for row in rows)]
-    return grid([heads[i] for i in filled], [[row[i] for i in filled] for row in rows])
+    return grid(heads, rows)
 
 
 def memory(tool: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -116,71 +141,75 @@ def memory(tool: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [f"{tool['peak_mib']:,.0f}", share]
 
 
-def table(content: dict[str, Any]) -> Iterator[str]:
-    """A result of `krnl bench`. One that was forced is not worth publishing."""
+def check(content: dict[str, Any], path: Path) -> None:
+    """Ends with a sentence if a result of `krnl bench` is not worth publishing: of another schema,
+    forced, of small sizes or too few rounds, or without something that belongs to it, unless the
+    sentence `converted` says what it lacks."""
+    name = f"{path}, of krnl bench {content['command']},"
+    if content["schema"] != SCHEMA:
+        sys.exit(f"{path} is of schema {content['schema']}, not {SCHEMA}; measure it anew.")
     if not all(entry["trusted"] for entry in content["entries"]):
-        sys.exit(f"The stored result of krnl bench {content['command']} is untrusted; remove it.")
-    machine, measurement = content["machine"], content["measurement"]
-    yield f"## {content['title']} (`krnl bench {content['command']}`)"
-    where = ", ".join(
-        [machine["device"], machine["system"]]
-        + [f"driver {machine['driver']}"] * bool(machine["driver"])
-        + [f"krnl {machine['krnl']}"]
-    )
+        sys.exit(f"{name} is untrusted; remove it.")
+    if content["quick"]:
+        sys.exit(f"{name} is of small sizes; remove it.")
+    measurement = content["measurement"] or {"references": {}}
+    for place, values in {"machine": content["machine"], **measurement["references"]}.items():
+        for key, value in values.items():
+            if value is None and "converted" not in content:
+                sys.exit(f"{name} does not say {key} of {place}; measure it anew.")
+    if content["rounds"] < LEAST_ROUNDS:
+        sys.exit(f"{name} is of {content['rounds']} rounds; measure {LEAST_ROUNDS} or more.")
+
+
+def table(content: dict[str, Any]) -> Iterator[str]:
+    """A result of `krnl bench`."""
+    result = from_json(_known(content))
+    machine, measurement = result.machine, result.measurement
+    yield f"## {result.title} (`krnl bench {result.command}`)"
+    driver = [f"driver {machine.driver}"] * bool(machine.driver)
+    ours = ", ".join([machine.device, machine.system, *driver, f"krnl {machine.krnl}"])
     if measurement is None:
-        yield wrapped(f"{where}. None of it can be measured there.")
+        yield wrapped(f"{ours}. None of it can be measured there.")
         return
-    yield circumstances(measurement["when"], where, quiet(measurement))
-    rows = [
-        [
-            entry["name"],
-            f"{figure(entry['value'])} {entry['unit']}",
-            " – ".join(map(figure, entry["spread"] or ())),
-            "" if entry["reported"] is None else figure(entry["reported"]),
-            "" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
-            entry["note"],
-        ]
-        for entry in content["entries"]
-        if entry["value"] is not None
-    ]
-    yield grid(["", "measured", "quartiles", "the report, M1 Pro", "ratio", ""], rows)
+    where = "; ".join([ours, *map(told, result.tools), f"medians of {result.rounds} rounds"])
+    quiet = "; ".join([*controls(measurement), measurement.condition.describe()])
+    yield circumstances(measurement.when, where, quiet)
+    if "converted" in content:
+        yield wrapped(content["converted"])
+    rows = [cells(entry, result.trusted) for entry in result.entries if entry.value is not None]
+    yield grid(HEADS, rows)
+
+
+def _known(content: dict[str, Any]) -> dict[str, Any]:
+    """With words for the days that a converted result does not know."""
+    if content["measurement"] is None:
+        return content
+    references = {
+        device: {**reference, "learnt": reference["learnt"] or "on an unknown day"}
+        for device, reference in content["measurement"]["references"].items()
+    }
+    return {**content, "measurement": {**content["measurement"], "references": references}}
 
 
 def absent(content: dict[str, Any]) -> Iterator[str]:
-    """What a table could not measure on its machine."""
-    for entry in content["entries"]:
-        if entry["value"] is None:
-            device = content["machine"]["device"]
-            yield f"`krnl bench {content['command']}`, {entry['name']} ({device}): {entry['note']}"
-
-
-def quiet(measurement: dict[str, Any]) -> str:
-    rates = [control["rate"] / 1e9 for control in measurement["controls"]]
-    condition = measurement["condition"]
-    load = "" if condition["load"] is None else f", load {condition['load']:.2f}"
-    return (
-        f"{len(rates)} controls of {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s, of which "
-        f"{measurement['reference'] / 1e9:,.0f} are reached in quiet; other processes took "
-        f"{condition['others']:.0%} of one core{load}"
-    )
+    """What a table could not measure on its machine: a line, and one below it for each entry."""
+    missing = [entry for entry in content["entries"] if entry["value"] is None]
+    if missing:
+        device = content["machine"]["device"]
+        yield wrapped(f"- `krnl bench {content['command']}` on {device}:", "  ")
+    for entry in missing:
+        yield wrapped(f"  - {entry['name']}: {entry['note']}", "    ")
 
 
 def circumstances(when: str, machine: str, how_quiet: str) -> str:
     return wrapped(f"*{when[:10]}; {machine}. Quiet: {how_quiet}.*")
 
 
-def grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [heads, ["---"] * len(heads), *rows]
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; columns that no row fills are left out."""
+    filled = [i for i in range(len(heads)) if i == 0 or any(row[i] for row in rows)]
+    lines = [[line[i] for i in filled] for line in (heads, ["---"] * len(heads), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def figure(value: float) -> str:
-    """About four digits."""
-    for least, digits in ((100, 0), (10, 1), (1, 2)):
-        if abs(value) >= least:
-            return f"{value:,.{digits}f}"
-    return f"{value:.3f}"
 
 
 def wrapped(text: str, indent: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Workers for tests: small scripts that speak bench/peers/protocol.py."""
+"""Workers for tests: small scripts that speak bench/protocol.py."""
 
 import textwrap
 from pathlib import Path
@@ -12,7 +12,7 @@ def write_worker(folder: Path, body: str) -> Path:
     head = f"""
         import sys
         sys.path.insert(0, {str(BENCH)!r})
-        from peers.protocol import parser, serve
+        from protocol import parser, serve
         options = parser("").parse_known_args()[0]
         """
     path.write_text(textwrap.dedent(head) + textwrap.dedent(body))

@@ -6,6 +6,8 @@ hold NaN, temps hold NaN, and every output lies between guard elements that must
 untouched.
 """
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,10 @@ def shape_of(parameter: Parameter, dims: dict[str, Any], member: int) -> tuple[i
 
 
 class Bench:
-    """One drawn call: its buffers and its values."""
+    """One drawn call: its buffers and its values. `shift`: elements by which everything is moved
+    away from aligned addresses."""
+
+    shift = 0
 
     def __init__(self, case: Case, draw: Any, activation: DType):
         self.case, self.op, self.activation = case, case.op, activation
@@ -47,16 +52,16 @@ class Bench:
         )
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         self.group = max((len(s) for s in self.dims.values() if isinstance(s, tuple)), default=1)
-        self.values = self._draw_values()
 
     def dtype(self, parameter: Parameter) -> DType:
         if parameter.dtype is not None:
             return parameter.dtype
         return self.weight if parameter.name in WEIGHTS else self.activation
 
-    def _draw_values(self) -> dict[str, Any]:
-        """Float64 values, already rounded, under the parameter's name ('+name' for old values of "
-        "outputs)."""
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Float64 values, already rounded, under the parameter's name ('+name' for old values of
+        outputs)."""
         given: dict[str, Any] = {"dims": self.dims, "attributes": self.attributes}
         wanted = [(p.name, p) for p in self.op.inputs if p.name != "live"]
         wanted += [("+" + p.name, p) for p in self.op.outputs if p.updated]
@@ -104,47 +109,62 @@ class Bench:
         with np.errstate(invalid="ignore"):
             return seen, self.op.evaluate(inputs, old, self.attributes)
 
-    def run(self, device: Any) -> list[list[np.ndarray]]:
-        """The outputs' values on a device, guards and dead rows checked."""
+    def emit(self) -> tuple[Step, dict[str, Any], list[list[Buffer]]]:
+        """The call; its inputs' buffers by name; and per output the buffers that hold it between
+        guards."""
         step = Step("test", self.activation)
-        buffers: dict[str, Any] = {}
+        buffers: dict[str, Any] = {"live": Buffer("live", (1,), I32, Kind.INPUT)}
         for p in self.op.inputs:
             if p.name == "live":
                 continue
             count = self.group if p.group else 1
             made = [
-                Buffer(p.name, shape_of(p, self.dims, i), self.dtype(p), Kind.INPUT)
-                for i in range(count)
+                self._placed(p.name, shape_of(p, self.dims, i), self.dtype(p)) for i in range(count)
             ]
             buffers[p.name] = None if p.name in self.absent else tuple(made) if p.group else made[0]
-        live = Buffer("live", (1,), I32, Kind.INPUT)
         roots: list[list[Buffer]] = []
         outputs: list[Any] = []
         for p in self.op.outputs:
             dtype = p.dtype or self.target
             shapes = [shape_of(p, self.dims, i) for i in range(self.group if p.group else 1)]
-            roots.append(
-                [Buffer(p.name, (int(np.prod(s)) + 2 * GUARD,), dtype, Kind.STATE) for s in shapes]
-            )
-            parts = [root.part(p.name, GUARD, s) for root, s in zip(roots[-1], shapes, strict=True)]
+            sizes = [self._before + int(np.prod(s)) + GUARD for s in shapes]
+            roots.append([Buffer(p.name, (size,), dtype, Kind.STATE) for size in sizes])
+            parts = [
+                root.part(p.name, self._before, s)
+                for root, s in zip(roots[-1], shapes, strict=True)
+            ]
             outputs.append(tuple(parts) if p.group else parts[0])
         inputs = [buffers[p.name] for p in self.op.inputs if p.name != "live"]
         into = tuple(outputs) if len(outputs) > 1 else outputs[0]
-        step(self.op, *inputs, into=into, live=live, **self.attributes)
+        step(self.op, *inputs, into=into, live=buffers["live"], **self.attributes)
+        return step, buffers, roots
+
+    @property
+    def _before(self) -> int:
+        """Elements before an output."""
+        return GUARD + self.shift
+
+    def _placed(self, name: str, shape: tuple[int, ...], dtype: DType) -> Buffer:
+        if not self.shift:
+            return Buffer(name, shape, dtype, Kind.INPUT)
+        root = Buffer(name, (self.shift + int(np.prod(shape)),), dtype, Kind.INPUT)
+        return root.part(name, self.shift, shape)
+
+    def run(self, device: Any) -> list[list[np.ndarray]]:
+        """The outputs' values on a device, guards and dead rows checked."""
+        step, buffers, roots = self.emit()
         (planned,) = plan([step], device.kernels)
         memory = device.allocate(planned.layout)
         if hasattr(memory, "poison"):
             memory.poison()
         program = device.compile(planned, memory)
-        self._write(memory, buffers, live, roots)
+        self._write(memory, buffers, roots)
         program.run()
         return self._read(memory, roots)
 
-    def _write(
-        self, memory: Any, buffers: dict[str, Any], live: Buffer, roots: list[list[Buffer]]
-    ) -> None:
+    def _write(self, memory: Any, buffers: dict[str, Any], roots: list[list[Buffer]]) -> None:
         if self.op.has_live:
-            memory.write(live, np.array([self.live]))
+            memory.write(buffers["live"], np.array([self.live]))
         for p in self.op.inputs:
             if p.name == "live" or buffers[p.name] is None:
                 continue
@@ -157,7 +177,7 @@ class Bench:
                 memory.write(root, np.full(root.shape, 7.0))
                 if p.updated:
                     value = self.values["+" + p.name]
-                    part = root.part("", GUARD, shape_of(p, self.dims, i))
+                    part = root.part("", self._before, shape_of(p, self.dims, i))
                     memory.write(part, self._poisoned(p, value[i] if p.group else value))
 
     def _poisoned(self, parameter: Parameter, value: np.ndarray) -> np.ndarray:
@@ -173,10 +193,11 @@ class Bench:
             arrays = []
             for i, root in enumerate(group):
                 raw = memory.read(root).astype(np.float64)
-                assert (raw[:GUARD] == 7).all() and (raw[-GUARD:] == 7).all(), (
+                before = self._before
+                assert (raw[:before] == 7).all() and (raw[-GUARD:] == 7).all(), (
                     f"wrote outside '{p.name}'"
                 )
-                value = raw[GUARD:-GUARD].reshape(shape_of(p, self.dims, i))
+                value = raw[before:-GUARD].reshape(shape_of(p, self.dims, i))
                 if p.letters[0] == "n" and self.op.has_live:
                     dead = value[self.live :]
                     untouched = np.isnan(dead) if p.updated else dead == 7
@@ -247,4 +268,35 @@ class Chosen(Bench):
         self.absent = {"residual"} if self.group > 1 else set()
         self.live = self.dims.get("n", 0) if live is None else live
         self.rng = np.random.default_rng(seed)
-        self.values = self._draw_values()
+
+
+# Whole tiles; ragged ones; a single row with long sums, where kernels cut the sum into pieces.
+SIZES: dict[str, dict[str, Any]] = {
+    "whole": {"n": 64, "c": 64, "f": 64, "v": 64, "t": 64, "m": 96, "d": 64, "p": 32, "q": 32}
+    | {"o": (64, 96), "r": (32, 32), "elements": 1024},
+    "ragged": {"n": 37, "c": 45, "f": 39, "v": 51, "t": 41, "m": 70, "d": 26, "p": 13, "q": 9}
+    | {"o": (45, 19, 7), "r": (13, 9, 4), "elements": 1001},
+    "long": {"n": 1, "c": 1028, "f": 516, "v": 2051, "t": 9, "m": 1500, "d": 16, "p": 8, "q": 8}
+    | {"o": (516,), "r": (16,), "elements": 40001},
+}
+
+
+def chosen(
+    case: Case,
+    sizes: Mapping[str, Any],
+    activation: DType,
+    weight: DType | None = None,
+    target: DType | None = None,
+) -> Bench:
+    """Four heads that share two key heads, unless `sizes` has others; every row is live but the
+    last one of several."""
+    parameters = case.op.inputs + case.op.outputs
+    letters = {x for p in parameters for x in p.letters}
+    dims = {"h": 4, "g": 2, **sizes}
+    dims["s"] = sum(dims["r"]) if "r" in letters else dims["p"] + dims["q"]
+    if "d" in letters:
+        dims["p"] = dims["d"] // 2
+    elif parameters[0].letters == ("p",):
+        dims["p"] = dims["elements"]
+    live = max(1, dims["n"] - 1) if case.op.has_live else None
+    return Chosen(case, activation, dims, weight, target, live)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from krnl.bench.condition import Condition
-from krnl.bench.gate import Control, Measurement
+from krnl.bench.gate import Control, Measurement, Probe
+from krnl.bench.reference import Reference
 
 CONDITION = Condition(1.0, 2, 0.03, (), 0.5, "", False, "", False, "")
 
@@ -13,6 +14,11 @@ class OpenGate:
 
     def __init__(self, trusted: bool = True):
         self._trusted = trusted
+        self.joined: list[str] = []  # backends whose controls were asked for too
+
+    def beside(self, probe: Probe) -> "OpenGate":
+        self.joined.append(probe.backend)
+        return self
 
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -21,8 +27,8 @@ class OpenGate:
                 seconds[name].append(contestant())
         return Measurement(
             seconds={name: tuple(times) for name, times in seconds.items()},
-            controls=(Control("before the first round", 0.0, 1e12),),
-            reference=1e12,
+            controls=(Control("a device", "before the first round", 0.0, 1e12),),
+            references={"a device": Reference(1e12, "2025-12-31T00:00:00+00:00")},
             condition=CONDITION,
             when="2026-01-01T00:00:00+00:00",
             trusted=self._trusted,

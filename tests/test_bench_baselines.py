@@ -3,6 +3,7 @@ cannot."""
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,26 @@ import pytest
 
 from bench_worker import BENCH, write_worker
 from krnl.backends.cpu import CpuBackend
-from krnl.bench import baselines
-from krnl.bench.baselines import Worker, check_agreement, script, title, variants
+from krnl.bench import baselines, trainer
+from krnl.bench.baselines import (
+    NEEDS_CUDA,
+    NUMBER,
+    Setting,
+    Worker,
+    check_agreement,
+    script,
+    settings,
+    tools,
+)
+from krnl.bench.blas import blas_name, blas_with_threads
+from krnl.bench.products import BlasProduct
+from krnl.bench.results import Tool
+from krnl.bench.shapes import SHAPES
+from krnl.bench.trainer import Rows
 from krnl.bench.workloads import BlockShape, mlp_block
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError, ConfigError
+from krnl.models.config import linear_paths, parse
 
 TINY = BlockShape(tokens=13, width=24, ffn=36, rank=3)
 
@@ -26,17 +42,17 @@ TINY = BlockShape(tokens=13, width=24, ffn=36, rank=3)
 # What peers are given
 
 
-def peers_block() -> ModuleType:
-    """bench/peers/block.py, which needs NumPy alone."""
+def of_bench(name: str) -> ModuleType:
+    """A module of the bench folder that needs NumPy alone."""
     sys.path.insert(0, str(BENCH))
     try:
-        return importlib.import_module("peers.block")
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
 
 
 def test_peers_draw_the_numbers_that_krnl_draws() -> None:
-    theirs = peers_block().drawn(TINY.tokens, TINY.width, TINY.ffn, TINY.rank)
+    theirs = of_bench("block").drawn(TINY.tokens, TINY.width, TINY.ffn, TINY.rank)
     work = mlp_block(CpuBackend(), F32, TINY)
     ours = {buffer.name: values for buffer, values in work.inputs.items()}
     np.testing.assert_array_equal(ours["gate_proj.weight"], theirs.gate)
@@ -46,6 +62,43 @@ def test_peers_draw_the_numbers_that_krnl_draws() -> None:
     np.testing.assert_array_equal(ours["dy"], theirs.dy)
     a_gate, b_gate, a_up, b_up = (values.ravel() for values in theirs.adapters)
     np.testing.assert_array_equal(ours["adapter"], np.concatenate([a_gate, a_up, b_gate, b_up]))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_peers_train_on_the_rows_that_krnl_trains_on(chat: bool) -> None:
+    rows = Rows(5, 33, chat)
+    theirs = of_bench("training").batch(101, 5, 33, chat)
+    ours = rows.drawn(101)
+    assert len(theirs) == len(ours) == 5
+    for (ids, labels), (our_ids, our_labels) in zip(theirs, ours, strict=True):
+        np.testing.assert_array_equal(our_ids, ids)
+        np.testing.assert_array_equal(our_labels, labels)
+    assert rows.tokens == sum(len(ids) for ids, _ in theirs)
+    assert len({len(ids) for ids, _ in theirs}) > 1 or not chat
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_are_packed_whole_and_labelled_as_drawn(chat: bool) -> None:
+    rows = Rows(4, 20, chat)
+    work, drawn = rows.packed(50), rows.drawn(50)
+    np.testing.assert_array_equal(work.tokens, np.concatenate([ids for ids, _ in drawn]))
+    wanted = np.concatenate([labels[1:][labels[1:] >= 0] for _, labels in drawn])
+    np.testing.assert_array_equal(work.target, wanted)
+
+
+def test_peers_begin_with_the_adapters_and_the_optimizer_of_krnl() -> None:
+    config = parse({**SHAPES["smollm2-135m"], "num_hidden_layers": 2}, "small")
+    training, shapes = of_bench("training"), linear_paths(config)
+    modules = trainer.first_modules(config)
+    assert len(modules) == 14
+    for path, (a, b) in modules.items():
+        their_a, their_b = training.adapter(path, *shapes[path])
+        np.testing.assert_array_equal(a, their_a)
+        np.testing.assert_array_equal(b, their_b)
+        assert np.abs(b).min() > 0
+    assert (trainer.ADAPTER.rank, trainer.ADAPTER.alpha) == (training.RANK, training.ALPHA)
+    for name in ("RATE", "BETAS", "EPS", "WEIGHT_DECAY", "CLIP"):
+        assert getattr(trainer, name) == getattr(training, name), name
 
 
 @pytest.mark.parametrize(
@@ -59,20 +112,73 @@ def test_peers_draw_the_numbers_that_krnl_draws() -> None:
 def test_peers_run_in_16_bits_with_both_kinds_of_adapters(
     peer: str, activation: DType, wanted: list[str]
 ) -> None:
-    found = variants(peer, CpuBackend(), activation)
-    assert [title(peer, *variant) for variant in found] == wanted
+    found = settings(peer, CpuBackend(), activation, ["eager"])
+    assert [setting.title(peer) for setting in found] == wanted
+
+
+def device(name: str) -> Any:
+    return type("Device", (), {"name": name, "limits": CpuBackend().limits})()
 
 
 def test_mlx_runs_in_16_bits_on_a_gpu() -> None:
-    gpu: Any = type("Gpu", (), {"name": "metal"})()
-    assert variants("mlx", gpu, F16) == [("fp16", "16"), ("fp16", "fp32")]
+    found = settings("mlx", device("metal"), F16, ["eager"])
+    assert found == [Setting("mlx", "fp16", "16"), Setting("mlx", "fp16", "fp32")]
 
 
-def test_a_peer_that_computes_something_else_is_not_compared() -> None:
-    ours = {"dx": 10.0, "gate_proj.dA": 3.0}
-    check_agreement("torch", {"dx": 10.05, "gate_proj.dA": 3.0}, ours)
-    with pytest.raises(BackendError, match=r"something else than KRNL.*dx is 9\.8"):
-        check_agreement("torch", {"dx": 9.8, "gate_proj.dA": 3.0}, ours)
+def test_variants_are_pytorchs() -> None:
+    variants = ("eager", "compile")
+    found = [s.title("peft") for s in settings("torch", CpuBackend(), F32, variants)]
+    assert found == ["peft fp32, adapters fp32", "peft fp32, adapters fp32, compile"]
+    assert len(settings("mlx", CpuBackend(), F32, variants)) == 1
+
+
+@pytest.mark.parametrize("variant", NEEDS_CUDA)
+def test_some_variants_need_cuda(variant: str) -> None:
+    with pytest.raises(ConfigError, match=f"names {variant}, which needs --device cuda; this is c"):
+        settings("torch", CpuBackend(), F32, [variant])
+    assert settings("torch", device("cuda"), F32, [variant])
+
+
+@pytest.mark.parametrize(
+    ("variant", "said", "keeps"),
+    [("", [], True), ("compile", ["--variant", "compile"], True), ("untuned", ["eager"], False)],
+)
+def test_a_worker_is_told_how_to_run(
+    tmp_path: Path, variant: str, said: list[str], keeps: bool
+) -> None:
+    """Device, types, and as many threads as KRNL has, also to the libraries below."""
+    body = """
+        import os
+        told = {"argv": sys.argv, "environment": dict(os.environ)}
+        serve(options, dict, describe=lambda: told)
+        """
+    setting = Setting("torch", "bf16", "16", variant)
+    backend = device("metal")
+    path = write_worker(tmp_path, body)
+    with setting.start(sys.executable, path, ["--rows", "3"], backend) as worker:
+        argv, environment = worker.hello["argv"], worker.hello["environment"]
+    threads = str(backend.limits.threads)
+    for given in (["--rows", "3"], ["--precision", "bf16"], ["--device", "mps"], said):
+        assert " ".join(given) in " ".join(argv)
+    assert argv[argv.index("--threads") + 1] == threads
+    for library in ("OMP", "OPENBLAS", "MKL"):
+        assert environment[f"{library}_NUM_THREADS"] == threads
+    assert environment["VECLIB_MAXIMUM_THREADS"] == threads
+    assert ("GLIBC_TUNABLES" in environment) == keeps
+
+
+@pytest.mark.parametrize(
+    ("theirs", "agrees"),
+    [(10.05, True), (9.95, True), (9.8, False), (10.2, False), (float("nan"), False)],
+)
+def test_a_peer_that_computes_something_else_is_not_compared(theirs: float, agrees: bool) -> None:
+    if agrees:
+        check_agreement("peft", "the norm of dx", theirs, 10.0, 0.01)
+        return
+    with pytest.raises(
+        BackendError, match=rf"something else than KRNL: the norm of dx is {theirs}"
+    ):
+        check_agreement("peft", "the norm of dx", theirs, 10.0, 0.01)
 
 
 # Workers
@@ -84,25 +190,76 @@ def test_a_worker_steps_when_it_is_asked(tmp_path: Path) -> None:
         def step():
             global count
             count += 1
-            print("noise")  # goes to standard error
-            return float(count)
-        serve(options, step, lambda: {"said": "hello"})
+            print("noise")
+            return {"loss": float(count)}
+        serve(options, step, ["numpy"], lambda: options.threads, describe=lambda: {"said": "hello"})
+        """
+    with Worker(sys.executable, write_worker(tmp_path, body), threads=3) as worker:
+        assert (worker.hello["loss"], worker.hello["said"]) == (1.0, "hello")
+        assert (worker.hello["versions"], worker.hello["threads"]) == (
+            {"numpy": np.__version__},
+            3,
+        )
+        answer = worker.ask()
+        assert (answer["loss"], answer["seconds"] >= 0) == (2.0, True)
+        assert answer["peak"] > 1 << 20
+
+
+def test_a_workers_turn_is_a_step_that_nobody_times_and_one_that_counts(tmp_path: Path) -> None:
+    body = """
+        import time
+        count = 0
+        def step():
+            global count
+            count += 1
+            time.sleep(0.0 if count % 2 else 0.05)
+            return {"loss": float(count)}
+        step()
+        serve(options, step)
         """
     with Worker(sys.executable, write_worker(tmp_path, body)) as worker:
-        assert (worker.hello["loss"], worker.hello["said"]) == (1.0, "hello")
-        assert worker.ask()["loss"] == 2.0
-        assert worker.seconds() >= 0
-        seconds, loss, peak = worker.update()
-        assert (seconds >= 0, loss, peak > 1 << 20) == (True, 4.0, True)
+        assert worker.turn()["loss"] == 4.0
+        assert worker.seconds() >= 0.05
+        assert worker.ask()["loss"] == 7.0
+
+
+def test_threads_of_a_worker_fall_asleep_before_the_next_turn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """OpenBLAS's look for work for some 25 ms; of a worker and of NumPy's library alike."""
+    rests: list[float] = []
+    monkeypatch.setattr("time.sleep", rests.append)
+    with Worker(sys.executable, write_worker(tmp_path, "serve(options, dict)")) as worker:
+        worker.turn()
+    BlasProduct("nn", 8, 8, 8).prepare(CpuBackend())()
+    assert len(rests) == 2 and min(rests) >= 0.03
+
+
+def test_tools_are_told_once_with_all_their_packages() -> None:
+    def worker(**versions: str) -> Any:
+        return type("W", (), {"hello": {"versions": versions, "threads": 2}})()
+
+    found = tools([("peft", worker(torch="2")), ("mlx", worker()), ("peft", worker(liger="1"))])
+    assert found == [Tool("peft", {"torch": "2", "liger": "1"}, 2), Tool("mlx", {}, 2)]
+
+
+def test_the_library_behind_numpy_gets_threads() -> None:
+    try:
+        tool = blas_with_threads(1)
+        assert tool.name == blas_name()
+        assert tool.versions["numpy"] == np.__version__
+        assert tool.threads in ((1,) if "openblas" in blas_name() else (1, None))
+    finally:
+        blas_with_threads(CpuBackend().limits.threads)
 
 
 def test_a_worker_alone_does_the_steps_it_was_told(tmp_path: Path) -> None:
-    path = write_worker(tmp_path, "serve(options, lambda: 7.0)")
+    path = write_worker(tmp_path, 'serve(options, lambda: {"loss": 7.0})')
     command = [sys.executable, str(path), "--steps", "2"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [sorted(line) for line in lines] == [
-        ["first", "loss"],
+        ["loss", "peak", "threads", "versions"],
         *[["loss", "peak", "seconds"]] * 2,
     ]
 
@@ -115,6 +272,37 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         Worker(str(tmp_path / "python"), path)
 
 
+OTHER_TYPES = '{"versions": {}, "threads": "2", "peak": 1, "x": {}, "seconds": "2", "loss": 1}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Setting up.", "1", "[]", "{}", "\\xff", "", '{"threads": 2}', '{"seconds": 2}', OTHER_TYPES],
+)
+def test_what_is_no_answer_is_quoted(tmp_path: Path, line: str) -> None:
+    """Of a program that is no worker, or a wrapper that prints: first, or after a first step."""
+    first = 'print(json.dumps({"versions": {}, "threads": None, "peak": 1}), flush=True)'
+    said = f"sys.stdout.buffer.write(b'{line}\\n'); sys.stdout.flush()"
+    path = tmp_path / "worker.py"
+    quoted = re.escape(line.replace("\\xff", "\ufffd"))
+    path.write_text(f"import sys\n{said}\n")
+    wanted = f"said '{quoted}' where a worker says a line of JSON with versions, threads, peak, x"
+    with pytest.raises(ConfigError, match=wanted):
+        Worker(sys.executable, path, first={"x": dict})
+    path.write_text(f"import json, sys\n{first}\nsys.stdin.readline()\n{said}\n")
+    wanted = f"said '{quoted}' where a worker says a line of JSON with seconds, peak, loss"
+    with (
+        Worker(sys.executable, path, each={"loss": NUMBER}) as worker,
+        pytest.raises(ConfigError, match=wanted),
+    ):
+        worker.ask()
+
+
+def test_a_program_that_is_no_worker_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.py with /bin/echo said '.*worker\.py' where"):
+        Worker("/bin/echo", tmp_path / "worker.py")
+
+
 def test_a_worker_that_dies_says_so(tmp_path: Path) -> None:
     body = """
         import os
@@ -123,7 +311,7 @@ def test_a_worker_that_dies_says_so(tmp_path: Path) -> None:
             global count
             count += 1
             if count > 1: os._exit(9)
-            return 0.0
+            return {}
         serve(options, step)
         """
     with Worker(sys.executable, write_worker(tmp_path, body)) as worker:

@@ -1,33 +1,19 @@
-"""What the machine does beside us: read from stored samples of what systems say, and from this
-machine."""
+"""What the machine does beside us, in a window of time."""
 
 import os
 import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from krnl.bench.condition import (
-    STOLEN,
-    UNSEEN,
-    Condition,
-    Linux,
-    Mac,
-    Process,
-    Snapshot,
-    Usage,
-    nvidia_words,
-    run,
-    shares,
-    watch,
-    watch_with,
-)
+from krnl.backends.cpu import usable_cores
+from krnl.bench.condition import STOLEN, UNSEEN, Condition, Process, shares, watch, watch_with
+from krnl.bench.nvidia import Nvidia
+from krnl.bench.systems import Mac, Snapshot, Usage
+from scripted_smi import smi
 
 ME = 100
-CORES = os.cpu_count() or 1
 
 
 def processes(**others: Usage) -> dict[int, Usage]:
@@ -88,15 +74,19 @@ def test_a_number_used_again_is_a_new_process():
     assert shares(Snapshot(first), Snapshot(last), 4.0, ME)[1] == (Process("new", 1, 0.5),)
 
 
-def test_what_cannot_be_seen_counts_and_sampling_does_not():
+@pytest.mark.parametrize(("cores", "passed_over"), [(1, 0.05), (2, 0.1), (64, 0.1), (512, 0.1)])
+def test_what_cannot_be_seen_counts_and_sampling_does_not(monkeypatch, cores, passed_over):
+    """Never more than a tenth of one core is passed over, however many there are."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     seen = processes(_5=Usage("seen", 1, 1.0)), processes(_5=Usage("seen", 1, 2.0))
     first = Snapshot(seen[0], busy=1000.0)
-    within = Snapshot(seen[1], busy=1001.0 + 0.04 * 10 * CORES)
-    beyond = Snapshot(seen[1], busy=1001.0 + 0.5 * 10 * CORES)
+    within, beyond = (
+        Snapshot(seen[1], busy=1001.0 + 10 * (passed_over + more)) for more in (-0.01, 0.01)
+    )
     assert shares(first, within, 10.0, ME) == (0.1, (Process("seen", 1, 0.1),))
     total, heavy = shares(first, beyond, 10.0, ME)
-    assert total == pytest.approx(0.1 + 0.5 * CORES)
-    assert heavy[0] == Process(UNSEEN, 1, pytest.approx(0.5 * CORES))
+    assert total == pytest.approx(0.1 + passed_over + 0.01)
+    assert Process(UNSEEN, 1, pytest.approx(passed_over + 0.01)) in heavy
 
 
 def test_time_withheld_by_the_host_counts():
@@ -135,212 +125,74 @@ def test_what_can_be_done():
         "wait for processes that cannot be seen from here and other virtual machines on this host "
         "to rest",
     ]
-    assert replace(CONDITION, saving=True, throttled=True).remedies() == [
-        "plug the machine in and leave its low-power mode", "let it cool"
+    hindered = replace(CONDITION, saving=True, throttled=True, quota="a quota held us up")
+    assert hindered.remedies() == [
+        "plug the machine in and leave its low-power mode", "let it cool",
+        "lift the quota, or set KRNL_THREADS to the cores that it allows",
     ]  # fmt: skip
-
-
-# Linux, from a tree of files
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-
-
-def stat(pid: int, name: str, parent: int, user: int, system: int, cu: int, cs: int) -> str:
-    return f"{pid} ({name}) S {parent} 1 1 0 -1 4194560 9 9 0 0 {user} {system} {cu} {cs} 20 0 1 0"
-
-
-def test_linux_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_CLK_TCK": 100}[name])
-    throttle = "sys/devices/system/cpu/cpu{}/thermal_throttle/{}_throttle_count"
-    write(tmp_path, {
-        "proc/stat": "cpu  1000 200 300 9999 50 30 20 70 400 0\ncpu0 1 1 1 1 1 1 1 1 1 1",
-        "proc/7/stat": stat(7, "web) (content", 3, 150, 50, 1000, 24),
-        "proc/7/cmdline": "",
-        "proc/8/stat": stat(8, "a_very_long_nam", 7, 1, 0, 0, 0),
-        "proc/8/cmdline": "/opt/a_very_long_name_indeed\0--flag",
-        "proc/9/stat": stat(9, "fifteen_letters", 7, 1, 0, 0, 0),
-        "proc/9/cmdline": "other\0",
-        "proc/10/stat": stat(10, "odd\x1b[31m", 7, 1, 0, 0, 0),
-        "proc/11/comm": "ended, or another's",
-        "proc/self/stat": stat(1, "self", 1, 1, 1, 1, 1),
-        throttle.format(0, "core"): "3", throttle.format(1, "package"): "4",
-    })  # fmt: skip
-    seen = Linux(tmp_path).snapshot()
-    assert seen.processes == {
-        7: Usage("web) (content", 3, 2.0, 10.24),
-        8: Usage("a_very_long_name_indeed", 7, 0.01),
-        9: Usage("fifteen_letters", 7, 0.01),
-        10: Usage("odd?[31m", 7, 0.01),
-    }
-    assert (seen.busy, seen.stolen, seen.throttles) == (pytest.approx(15.5), 0.7, 7)
-
-
-def test_linux_heat_and_clocks(tmp_path):
-    linux = Linux(tmp_path)
-    assert linux.heat() == ("", False) and linux.clocks() == ""
-    write(tmp_path, {
-        "proc/cpuinfo": "processor\t: 0\ncpu MHz\t\t: 2596.122\n\ncpu MHz\t\t: 2400.0",
-        "sys/class/thermal/thermal_zone0/temp": "41000",
-        "sys/class/thermal/thermal_zone1/temp": "87500",
-    })  # fmt: skip
-    assert linux.heat() == ("hottest sensor 88 °C", False)
-    assert linux.clocks() == "cores at 2,498 MHz"
-    for core, khz in enumerate((1200000, 3400000, 3500000)):
-        folder = f"sys/devices/system/cpu/cpu{core}/cpufreq"
-        write(tmp_path, {f"{folder}/scaling_cur_freq": str(khz)})
-        write(tmp_path, {f"{folder}/scaling_governor": "powersave"})
-    assert linux.clocks() == "cores at 3,400 MHz (governor powersave)"
-
-
-def test_linux_power(tmp_path):
-    linux, supply = Linux(tmp_path), "sys/class/power_supply"
-    assert linux.supply() == ("", False)
-    write(tmp_path, {
-        f"{supply}/mouse/type": "Battery", f"{supply}/mouse/scope": "Device",
-        f"{supply}/mouse/status": "Discharging", f"{supply}/mouse/capacity": "5",
-    })  # fmt: skip
-    assert linux.supply() == ("", False)
-    write(tmp_path, {
-        f"{supply}/BAT0/type": "Battery", f"{supply}/BAT0/status": "Discharging",
-        f"{supply}/BAT0/capacity": "43", f"{supply}/AC/type": "Mains", f"{supply}/AC/online": "0",
-    })  # fmt: skip
-    assert linux.supply() == ("on battery (43 %)", True)
-    write(tmp_path, {f"{supply}/AC/online": "1"})
-    assert linux.supply() == ("on mains power", False)
-
-
-# macOS, from what its programs print
-
-PS = """\
-    1     0   3:05.27 /sbin/launchd
-  388     1 101:00.50 /System/Library/PrivateFrameworks/SkyLight.framework/Resources/WindowServer
-  812     1   0:00.00 (sh)
- 1207   812 1-02:03:04 /Applications/Xcode.app/Contents/MacOS/Xcode
- 1300     1   0:12.34 /Applications/Some App.app/Contents/MacOS/Some App
-"""
-NOMINAL = """\
-Note: No thermal warning level has been recorded
-Note: No performance warning level has been recorded
-Note: No CPU power status has been recorded
-"""
-LIMITED = """\
-Note: No thermal warning level has been recorded
-2024-05-06 10:11:12 +0200 CPU Power notify
-\tCPU_Scheduler_Limit \t= 100
-\tCPU_Available_CPUs \t= 8
-\tCPU_Speed_Limit \t= 62
-"""
-WARNED = "2024-05-06 10:11:12 +0200 Thermal Warning Level = 2\n"
-AC = """\
-Now drawing from 'AC Power'
- -InternalBattery-0 (id=4653155)\t100%; charged; 0:00 remaining present: true
-"""
-DESKTOP = "Now drawing from 'AC Power'\n"
-BATTERY = """\
-Now drawing from 'Battery Power'
- -InternalBattery-0 (id=4653155)\t43%; discharging; 3:21 remaining present: true
-"""
-SETTINGS = """\
-System-wide power settings:
-Currently in use:
- standby              1
- lowpowermode         {}
- womp                 0
-"""
-
-
-def mac(therm: str = "", batt: str = "", settings: str = "", ps: str = "") -> Mac:
-    answers = {("therm",): therm, ("batt",): batt, (): settings}
-
-    def answer(command):
-        return ps if command[0] == "ps" else answers[tuple(command[2:])]
-
-    return Mac(answer)
-
-
-def test_mac_processes():
-    assert mac(ps=PS).snapshot() == Snapshot({
-        1: Usage("launchd", 0, 185.27),
-        388: Usage("WindowServer", 1, 6060.5),
-        812: Usage("(sh)", 1, 0.0),
-        1207: Usage("Xcode", 812, 93784.0),
-        1300: Usage("Some App", 1, 12.34),
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "slow"),
-    [
-        ("", "", False),
-        (NOMINAL, "thermal state nominal", False),
-        (LIMITED, "the system holds the processor at 62 % for its heat", True),
-        (LIMITED.replace("62", "100"), "thermal state nominal", False),
-        (WARNED, "the system warns of heat (level 2)", True),
-        (WARNED.replace("2\n", "0\n"), "thermal state nominal", False),
-    ],
-)
-def test_mac_heat(text, words, slow):
-    assert mac(therm=text).heat() == (words, slow)
-
-
-@pytest.mark.parametrize(
-    ("batt", "low", "words", "saving"),
-    [
-        ("", 0, "", False),
-        (AC, 0, "on mains power", False),
-        (DESKTOP, 0, "on mains power", False),
-        (AC, 1, "on mains power, low-power mode", True),
-        (BATTERY, 0, "on battery (43 %)", True),
-        (BATTERY, 1, "on battery (43 %), low-power mode", True),
-    ],
-)
-def test_mac_power(batt, low, words, saving):
-    assert mac(batt=batt, settings=SETTINGS.format(low)).supply() == (words, saving)
-
-
-# NVIDIA
-
-
-def test_nvidia():
-    assert nvidia_words("") == "" == nvidia_words("No devices were found\n")
-    answer = "1980 MHz, 2619 MHz, 31, 117.35 W, 0 %\n1200 MHz, 2619 MHz, 84, [N/A], 97 %\n"
-    assert nvidia_words(answer) == (
-        "GPU 0 at 1980 MHz, its memory at 2619 MHz, 31 °C, 117.35 W, in use 0 %; "
-        "GPU 1 at 1200 MHz, its memory at 2619 MHz, 84 °C, [N/A], in use 97 %"
-    )
 
 
 # The window
 
 
-def test_a_window_is_what_lies_between():
-    class System(Mac):
-        """Two moments; a core is slowed down for its heat between them."""
+class Moments(Mac):
+    """A system that is seen twice."""
 
-        def __init__(self) -> None:
-            super().__init__(lambda command: "")
-            busy = processes(_5=Usage("busy", 1, 3.0))
-            self.moments = [Snapshot(processes(), throttles=1), Snapshot(busy, throttles=2)]
+    def __init__(self, first: Snapshot, last: Snapshot) -> None:
+        super().__init__(lambda command: "")
+        self.moments = [first, last]
 
-        def snapshot(self) -> Snapshot:
-            return self.moments.pop(0)
+    def snapshot(self) -> Snapshot:
+        return self.moments.pop(0)
 
+
+def seen(first: Snapshot, last: Snapshot, nvidia: Nvidia) -> Condition:
     times = iter([10.0, 14.0])
-    condition = watch_with(System(), lambda: next(times), ME)()
+    return watch_with(Moments(first, last), lambda: next(times), ME, nvidia)()
+
+
+def test_a_window_is_what_lies_between():
+    """A core is slowed down for its heat in it."""
+    busy = Snapshot(processes(_5=Usage("busy", 1, 3.0)), throttles=2)
+    condition = seen(Snapshot(processes(), throttles=1), busy, smi())
     assert (condition.seconds, condition.others) == (4.0, 0.75)
     assert condition.heavy == (Process("busy", 1, 0.75),)
     assert condition.throttled and not condition.saving
+    assert condition.thermal == "cores were slowed down for their heat"
 
 
-def test_a_program_that_is_not_there_says_nothing():
-    assert run(["no-such-program-here"]) == ""
-    assert run([sys.executable, "-c", "print('half'); raise SystemExit(1)"]) == ""
-    assert run([sys.executable, "-c", "import os; print(os.environ['LC_ALL'])"]) == "C\n"
+@pytest.mark.parametrize(("stops", "words"), [(0, ""), (1, "1 time"), (1200, "1,200 times")])
+def test_a_quota_that_held_us_up_slows_the_machine(stops, words):
+    condition = seen(Snapshot({}, stops=5), Snapshot({}, stops=5 + stops), smi())
+    assert condition.slowed == bool(stops) and not condition.throttled
+    assert condition.quota == (words and f"a quota of processor time held us up {words}")
+    assert condition.quota in condition.describe()
+
+
+def test_cores_are_those_that_we_may_run_on(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert seen(Snapshot({}), Snapshot({}), smi()).cores == usable_cores()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert seen(Snapshot({}), Snapshot({}), smi()).cores == 3
+
+
+def test_others_on_the_gpu_are_named_and_ours_left_out():
+    """Ours are process 100 and its child 101. Number 777 is shown by no system: it may be ours."""
+    first = processes(_5=Usage("python3", 1, 1.0), _6=Usage("python3", 1, 1.0))
+    last = processes(_5=Usage("python3", 1, 1.0), _7=Usage("jupyter", 1, 0.0))
+    condition = seen(Snapshot(first), Snapshot(last), smi(apps="100\n101\n5\n6\n7\n777\n"))
+    assert condition.on_gpu == ("jupyter", "python3 ×2")
+    assert "; on the GPU: jupyter, python3 ×2" in condition.describe()
+    assert condition.remedies() == ["close jupyter, python3 ×2"]
+    both = replace(condition, heavy=(Process("cc1plus", 1, 0.3), Process("jupyter", 1, 0.1)))
+    assert both.remedies() == ["close cc1plus, jupyter, python3 ×2"]
+
+
+def test_a_gpu_that_is_slowed_down_now_slows_the_machine():
+    there = smi(flagged="Not Active, Active, Not Active, Not Active")
+    condition = seen(Snapshot({}), Snapshot({}), there)
+    assert condition.throttled and condition.thermal == "GPU 0 was slowed down for heat"
+    assert not seen(Snapshot({}), Snapshot({}), smi()).throttled
 
 
 def test_this_machine_and_what_we_start_on_it(tmp_path):
@@ -354,7 +206,7 @@ def test_this_machine_and_what_we_start_on_it(tmp_path):
         time.sleep(0.5)
         condition = end()
         living.kill()
-    assert 0.5 < condition.seconds < 60 and condition.cores == CORES
-    assert 0 <= condition.others <= 1.1 * CORES
+    assert 0.5 < condition.seconds < 60 and condition.cores == usable_cores()
+    assert 0 <= condition.others <= 1.1 * (os.cpu_count() or 1)
     assert condition.describe().startswith("other processes took ")
     assert "ourtenant" not in condition.describe()

@@ -2,14 +2,20 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from krnl import __version__
 from krnl.backends.cpu import CpuBackend
+from krnl.bench.command import TABLES
 from krnl.bench.control import machine
-from krnl.bench.results import Entry, Result, as_json
+from krnl.bench.gate import Control
+from krnl.bench.reference import Reference
+from krnl.bench.results import SCHEMA, Entry, Result, Tool, as_json
 from open_gate import OpenGate
 
 ROOT = Path(__file__).parent.parent
@@ -25,13 +31,20 @@ def script() -> ModuleType:
     return module
 
 
-def bench_result(trusted: bool = True) -> dict[str, object]:
+def bench_result(trusted: bool = True, quick: bool = False) -> dict[str, Any]:
     measured = OpenGate(trusted).measure({"one": lambda: 0.5}, 3)
     entries = (
-        Entry("one", 1234.5, "GFLOP/s", (1200.0, 1300.0), 3296.0, "to the other", 1.5),
+        Entry("one", 1234.5, "ms", (1200.0, 1300.0), 3296.0, "to the other", 1.5, 42e9),
         Entry("MPSGraph", None, "GFLOP/s", note="a Mac has it"),
     )
-    result = Result("gemm", "Products", machine(CpuBackend()), measured, entries)
+    measured = replace(
+        measured,
+        controls=(*measured.controls, Control("a GPU", "before", 0.0, 2e12)),
+        references={**measured.references, "a GPU": Reference(2e12, "2025-12-31")},
+    )
+    tools = (Tool("torch", {"torch": "2.13"}, 2), Tool("blas", {"numpy": "2.4"}, None))
+    here = machine(CpuBackend())
+    result = Result("gemm", "Products", here, quick, 3, measured, entries, tools)
     return json.loads(json.dumps(as_json(result)))  # type: ignore[no-any-return]
 
 
@@ -44,7 +57,7 @@ def page(script: ModuleType, folder: Path, *contents: object) -> str:
 def comparison(*tools: dict[str, object]) -> dict[str, object]:
     return {
         "kind": "peers", "title": "A step", "machine": "a machine", "when": "2026-11-30",
-        "quiet": "as a mouse", "command": "bench/peers/run.py", "unit": "s/step", "digits": 2,
+        "quiet": "as a mouse", "command": "other.py", "unit": "s/step", "digits": 2,
         "about": "Of a model.", "cases": [{"name": "small", "tools": tools}], "notes": ["So."],
     }  # fmt: skip
 
@@ -63,36 +76,100 @@ def test_every_figure_has_a_machine_a_day_and_how_quiet_it_was(script):
     for section in sections[:-1]:
         circumstances = section.splitlines()[2]
         assert circumstances.startswith("*20"), section
-        assert "Quiet: " in section
+        assert "Quiet:" in section
 
 
 def test_a_result_of_krnl_bench(script, tmp_path):
     text = page(script, tmp_path, bench_result())
     assert "## Products (`krnl bench gemm`)" in text
-    line = "| one | 1,234 GFLOP/s | 1,200 – 1,300 | 3,296 | 1.50x | to the other |"
+    line = "| one | 1,234 ms | 1,200 – 1,300 | 42.0 | 3,296 | 1.50x | to the other |"
     assert line in text
     words = " ".join(text.split())
     assert "*2026-01-01; " in words
-    assert "1 controls of 1,000 to 1,000 GFLOP/s, of which 1,000 are reached in quiet" in words
-    assert "other processes took 3% of one core, load 0.50" in words
-    _, missing = words.split("## Not measured")
-    assert "- `krnl bench gemm`, MPSGraph (" in missing and ": a Mac has it" in missing
+    tools = "torch: torch 2.13, 2 threads; blas: numpy 2.4, its default of threads"
+    assert f"krnl {__version__}; {tools}; medians of 3 rounds." in words
+    for device, rate in (("a device", "1,000"), ("a GPU", "2,000")):
+        controls = f"1 controls of {rate} to {rate} GFLOP/s on {device}"
+        assert f"{controls}, reference {rate}, reached 2025-12-31; " in words
+    assert "other processes took 3% of one core; load 0.50 on 2 cores" in words
+    device = machine(CpuBackend()).device
+    *_, table, missing = text.splitlines()
+    assert (table, missing) == (f"- `krnl bench gemm` on {device}:", "  - MPSGraph: a Mac has it")
 
 
-def test_a_forced_result_is_not_published(script, tmp_path):
-    with pytest.raises(SystemExit, match="krnl bench gemm is untrusted"):
-        page(script, tmp_path, bench_result(trusted=False))
+def test_results_stand_in_the_order_of_the_tables(script, tmp_path):
+    commands = ["model", "gemm", "types", "step"]
+    text = page(script, tmp_path, *({**bench_result(), "command": c} for c in commands))
+    places = [text.index(f"(`krnl bench {c}`)") for c in ("types", "gemm", "step", "model")]
+    assert places == sorted(places)
 
 
-def test_what_the_peers_script_wrote(script, tmp_path):
-    def steps(name: str, *seconds: float) -> dict[str, object]:
-        each = [{"seconds": s, "loss": 1.0, "peak": (1 + i) * 2**20} for i, s in enumerate(seconds)]
-        return {"tool": name, "steps": each, "first": 1.25}
+def test_a_table_is_not_there_twice(script, tmp_path):
+    """What is measured anew replaces what was there. Another device, or other rows, may be."""
+    other = {**bench_result(), "title": "Others"}
+    elsewhere = bench_result()
+    elsewhere["machine"]["device"] = "elsewhere"
+    page(script, tmp_path, bench_result(), other, elsewhere)
+    with pytest.raises(SystemExit, match=r"0\.json and .*1\.json both hold krnl bench gemm"):
+        page(script, tmp_path, bench_result(), bench_result())
 
-    ours, theirs = steps("krnl", 2.0, 1.0), steps("peft", 4.0, 9.0, 6.0, 5.0)
-    lines = page(script, tmp_path, comparison(ours, theirs)).splitlines()
-    assert "| **small**: krnl | 1.50 | 1.00 – 2.00 |  | 2 |  | 1.2 s |" in lines
-    assert "| peft | 5.50 | 4.00 – 9.00 | 3.67x | 4 | 0.50x | 1.2 s |" in lines
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [("machine", "kernels"), ("machine", "threads"), ("a GPU", "learnt")],
+)
+def test_what_a_result_does_not_know_is_said_on_the_page_or_it_is_refused(
+    script: ModuleType, tmp_path: Path, place: str, key: str
+) -> None:
+    content = bench_result()
+    places = {"machine": content["machine"], **content["measurement"]["references"]}
+    places[place][key] = None
+    with pytest.raises(SystemExit, match=f"gemm, does not say {key} of {place}; measure it anew"):
+        page(script, tmp_path, content)
+    text = page(script, tmp_path, {**content, "converted": "It told no threads."})
+    assert "\n\nIt told no threads.\n\n|" in text
+    assert ("reached on an unknown day" in " ".join(text.split())) == (key == "learnt")
+
+
+def test_every_command_on_the_page_can_be_run():
+    for path in (ROOT / "docs" / "results").glob("*.json"):
+        content = json.loads(path.read_text("utf-8"))
+        command = content.get("command", "")
+        if content.get("kind") == "peers":
+            program = command.partition(" ")[0]
+            assert program in ("", "pip") or (ROOT / program).is_file(), path
+        elif command:
+            assert command in TABLES, path
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (bench_result(trusted=False), "of krnl bench gemm, is untrusted"),
+        (bench_result(quick=True), "of krnl bench gemm, is of small sizes"),
+        ({**bench_result(), "rounds": 2}, "of krnl bench gemm, is of 2 rounds; measure 3 or more"),
+        ({**bench_result(), "schema": SCHEMA - 1}, f"is of schema {SCHEMA - 1}, not {SCHEMA}"),
+        ({"schema": 1, "trusted": True, "dispatches": []}, "is neither a result of krnl bench"),
+        ({"kind": "peer", "title": "A step"}, "is neither a result of krnl bench"),
+        ({}, "is neither a result of krnl bench"),
+        ([], "is neither a result of krnl bench"),
+        ({"kind": "peers", "title": "A step"}, "is damaged: it lacks 'command'"),
+        ({"schema": SCHEMA, "command": "gemm", "entries": []}, "is damaged: it lacks 'quick'"),
+        ({**bench_result(), "measurement": {"references": {}}}, "is damaged: it lacks 'condition'"),
+        ({**bench_result(), "tools": [{"name": "mlx", "rank": 1}]}, "is damaged: .*'rank'"),
+    ],
+)
+def test_what_is_not_worth_publishing_is_named(
+    script: ModuleType, tmp_path: Path, content: object, words: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"{tmp_path / '0.json'},? {words}"):
+        page(script, tmp_path, content)
+
+
+def test_a_file_that_is_no_json_is_named(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"0\.json is not valid JSON"):
+        script.page(tmp_path)
 
 
 def test_what_was_stored_by_hand(script, tmp_path):

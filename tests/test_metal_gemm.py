@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from krnl.backends.metal import kernel_name
 from krnl.dtypes import BF16, F16, F32, I32, DType
 from krnl.kernels.launch import Launch
 from krnl.kernels.metal import gemm
 from krnl.kernels.metal.sources import source
+from krnl.kernels.products import Epilogue, Pair, Product
 from krnl.ops.gemm import lora_a_grad, lora_down, lora_linear, lora_linear_backward, lora_swiglu
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
@@ -135,13 +137,11 @@ def test_matrices_may_begin_anywhere_in_their_region(offset: int) -> None:
 # ---- Chunks ----
 
 
-def product(n: int, columns: int, k: int) -> gemm.Product:
+def product(n: int, columns: int, k: int) -> Product:
     """y[n, columns] = x[n, k] Wᵀ."""
     x, w = Buffer("x", (n, k), F16, Kind.INPUT), Buffer("w", (columns, k), F16, Kind.WEIGHT)
     y, live = Buffer("y", (n, columns), F16, Kind.STATE), Buffer("live", (1,), I32, Kind.INPUT)
-    return gemm.Product(
-        "nt", n, columns, [gemm.Pair(x, w, k, k, k)], None, live, gemm.Epilogue(y, columns)
-    )
+    return Product("nt", n, columns, [Pair(x, w, k, k, k)], None, live, Epilogue(y, columns))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def product(n: int, columns: int, k: int) -> gemm.Product:
     ],
 )
 def test_narrow_products_are_cut_into_chunks(n: int, columns: int, k: int, chunks: int) -> None:
-    assert product(n, columns, k).chunks == chunks
+    assert gemm.chunks(product(n, columns, k)) == chunks
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -216,19 +216,19 @@ def launched(work: Launch, **changed: bool) -> tuple[dict[str, int], Resources]:
     constants = dict(work.constants)
     constants |= {gemm.CONSTANTS.index(name): value for name, value in changed.items()}
     run = library().launch(
-        work.function,
+        kernel_name(work),
         [filled(a) if isinstance(a, Buffer) else a for a in work.arguments],
         work.groups,
         work.threads,
         constants=constants,
     )
     assert not run.reports
-    return run.counters, library().resources(work.function, constants)
+    return run.counters, library().resources(kernel_name(work), constants)
 
 
 def test_staging_by_fours_takes_a_quarter_of_the_loads() -> None:
     """Section 3: each of two rows of tiles stages the weight, by fours or one by one."""
-    (work,) = product(64, 64, 128).launches(None)
+    (work,) = gemm.launches(product(64, 64, 128), None)
     fours, _ = launched(work, aligned=True)
     ones, _ = launched(work, aligned=False)
     staged = 2 * 64 * 128
@@ -261,6 +261,6 @@ def test_what_a_threadgroup_takes(activation: DType) -> None:
         # 64³ in blocks of 8, twice for gate and up; with half operands all of the fast type.
         assert (fast, slow) == ((2 if call.op is lora_swiglu else 1) * 8**3, 0)
         print(
-            f"{work.function}: {work.threads} threads, {used.accumulators} accumulators, "
+            f"{kernel_name(work)}: {work.threads} threads, {used.accumulators} accumulators, "
             f"{used.threadgroup_bytes} bytes of threadgroup memory"
         )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from krnl.dtypes import BF16, F16, F32, DType
-from krnl.kernels.metal.rows import NORM_BLOCK
+from krnl.kernels.rows import NORM_BLOCK
 from krnl.ops import loss, optimizer, pointwise
 from metal_call import backend, bits, drawn, run
 

@@ -25,8 +25,8 @@ from krnl.plan.op import op
 from krnl.plan.step import Call, Step
 from metalsim import build
 from metalsim.install import SimulatedBackend, metal_backend
-from op_bench import WEIGHTS, Bench, Chosen
-from op_cases import CASES, Case
+from op_bench import SIZES, WEIGHTS, Bench, chosen
+from op_cases import CASES
 
 EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 4)
 # A call of more arithmetic or more elements than this takes seconds in a checked build.
@@ -110,33 +110,6 @@ def test_op_matches_in_other_arithmetic(name: str, activation: DType, arithmetic
     run()
 
 
-# Whole tiles; ragged ones; a single row with long sums, where kernels cut the sum into pieces.
-SIZES: dict[str, dict[str, Any]] = {
-    "whole": {"n": 64, "c": 64, "f": 64, "v": 64, "t": 64, "m": 96, "d": 64, "p": 32, "q": 32}
-    | {"o": (64, 96), "r": (32, 32), "elements": 1024},
-    "ragged": {"n": 37, "c": 45, "f": 39, "v": 51, "t": 41, "m": 70, "d": 26, "p": 13, "q": 9}
-    | {"o": (45, 19, 7), "r": (13, 9, 4), "elements": 1001},
-    "long": {"n": 1, "c": 1028, "f": 516, "v": 2051, "t": 9, "m": 1500, "d": 16, "p": 8, "q": 8}
-    | {"o": (516,), "r": (16,), "elements": 40001},
-}
-
-
-def chosen(
-    case: Case, sizes: str, activation: DType, weight: DType | None = None, target: Any = None
-) -> Bench:
-    """Four heads that share two key heads; every row is live but the last one of several."""
-    parameters = case.op.inputs + case.op.outputs
-    letters = {x for p in parameters for x in p.letters}
-    dims = {**SIZES[sizes], "h": 4, "g": 2}
-    dims["s"] = sum(dims["r"]) if "r" in letters else dims["p"] + dims["q"]
-    if "d" in letters:
-        dims["p"] = dims["d"] // 2
-    elif parameters[0].letters == ("p",):
-        dims["p"] = dims["elements"]
-    live = max(1, dims["n"] - 1) if case.op.has_live else None
-    return Chosen(case, activation, dims, weight, target, live)
-
-
 @cache
 def sweep(name: str, activation: DType) -> frozenset[str]:
     """Runs an op on all chosen sizes with every type of weight and output; the kernels it took."""
@@ -146,7 +119,7 @@ def sweep(name: str, activation: DType) -> frozenset[str]:
     free = any(p.any_float for p in case.op.outputs)
     targets = (F16, BF16, F32) if name == "cast" else (activation, F32) if free else (activation,)
     before = Counter(device.simulation.executed)
-    for sizes, weight, target in product(SIZES, weights, targets):
+    for sizes, weight, target in product(SIZES.values(), weights, targets):
         check(chosen(case, sizes, activation, weight, target), device)
     return frozenset(device.simulation.executed - before)
 
@@ -159,7 +132,7 @@ def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> 
 @every_call
 def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
     device = backend("fast")
-    for sizes in SIZES:
+    for sizes in SIZES.values():
         bench, results = chosen(BY_NAME[name], sizes, activation), []
         for seed in (0, 1, 2):
             device.simulation.seed = seed

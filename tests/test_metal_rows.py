@@ -8,8 +8,10 @@ import pytest
 
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import PlanError
-from krnl.kernels.launch import GpuRow, Launch
-from krnl.kernels.metal import rows
+from krnl.kernels.launch import LANES, GpuRow, Launch
+from krnl.kernels.metal.rows import DIALECT
+from krnl.kernels.rows import norm as norm_launches
+from krnl.kernels.rows import operands
 from krnl.ops import loss, norm, optimizer
 from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Table
@@ -41,7 +43,7 @@ def normed(
 
 
 @activations
-@pytest.mark.parametrize("width, times", [(64, 1), (1000, 1), (rows.HELD_WIDTH, 1), (8200, 2)])
+@pytest.mark.parametrize("width, times", [(64, 1), (1000, 1), (DIALECT.held_width, 1), (8200, 2)])
 def test_rms_norm_reads_a_row_once_up_to_a_stated_width(
     width: int, times: int, activation: DType
 ) -> None:
@@ -57,7 +59,7 @@ def test_rms_norm_reads_a_row_once_up_to_a_stated_width(
 
     read = device.simulation.counters["device_bytes_read"]
     wanted = times * x.nbytes + len(x) * w.nbytes
-    threads = len(x) * rows._threads(width, rows.HELD * rows.VECTOR)
+    threads = len(x) * DIALECT.threads(width, DIALECT.held * DIALECT.vector)
     assert wanted <= read <= wanted + 16 * threads  # and `live` and three sizes for each thread
 
 
@@ -73,7 +75,7 @@ def test_rms_norm_backward_reads_its_inputs_once_too(width: int, times: int) -> 
 
     read = device.simulation.counters["device_bytes_read"]
     once = dy.nbytes + x.nbytes + 3 * w.nbytes
-    threads = 3 * rows._threads(width, rows.HELD * rows.VECTOR)
+    threads = 3 * DIALECT.threads(width, DIALECT.held * DIALECT.vector)
     wanted = times * once + residual.nbytes
     assert wanted <= read <= wanted + 20 * threads  # and rstd
 
@@ -99,8 +101,8 @@ def rms_norm_twins(x: Any, w: Any, *, eps: float) -> Any:
 
 
 def _twins(call: Call, workspace: Buffer | None) -> list[Launch]:
-    x, w, live, y, rstd, twin = rows._arguments(call)
-    return rows.norm(x, w, live, y, rstd, twin, call.attributes["eps"])
+    x, w, live, y, rstd, twin = operands(call)
+    return norm_launches(DIALECT, x, w, live, y, rstd, twin, call.attributes["eps"])
 
 
 @activations
@@ -200,7 +202,7 @@ def test_rows_beyond_the_live_ones_cost_a_look_at_live() -> None:
         counters = device.simulation.counters
         costs.append((counters["device_bytes_read"], counters["device_bytes_written"]))
     assert costs[0][1] == costs[1][1]
-    assert 0 < costs[1][0] - costs[0][0] <= 8 * 61 * rows.LANES  # `live`, and heads to a token
+    assert 0 < costs[1][0] - costs[0][0] <= 8 * 61 * LANES  # `live`, and heads to a token
 
 
 def test_an_op_on_bf16_activations_is_refused() -> None:

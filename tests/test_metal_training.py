@@ -21,7 +21,7 @@ from krnl.training import loss_scale
 from krnl.training.memory import memory_use
 from metalsim.install import SimulatedBackend, installed, metal_backend
 from metalsim.resources import Simulation
-from runs import run, settings, updates, validations, write_data
+from runs import follow, run, settings, updates, validations, write_data
 from test_layers import (
     DROPOUT,
     LENGTHS,
@@ -281,12 +281,6 @@ def test_an_update_that_overflowed_changes_nothing(write: Write, metal: Simulate
     assert (run.session.state()["param"] != before["param"]).any()
 
 
-def differences(out: Path, reference: Path, name: str) -> np.ndarray:
-    """Of every update, relative to the reference."""
-    here, there = (np.array([line[name] for line in updates(o)]) for o in (out, reference))
-    return np.abs(here / there - 1)
-
-
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("validated"), 10, 5)
@@ -314,14 +308,6 @@ def test_a_run_follows_the_cpu(tmp_path, model, validated, device, precision):
     follow(metal, cpu, allowed)
     for got, want in zip(validations(metal), validations(cpu), strict=True):
         assert got["val_loss"] == pytest.approx(want["val_loss"], rel=allowed["loss"])
-
-
-def follow(out: Path, reference: Path, allowed: dict[str, float]) -> None:
-    """Losses and gradient norms of every update."""
-    for name, part in allowed.items():
-        off = differences(out, reference, name)
-        print(f"{name}: off by {off.max():.1e}, {off.max() / part:.0%} of the allowance")
-        assert len(off) > 0 and off.max() <= part
 
 
 def test_ten_steps_of_the_storyteller(tmp_path, device):

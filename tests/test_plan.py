@@ -635,3 +635,22 @@ def test_golden_plans(name: str, tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, "utf-8")
     assert path.read_text("utf-8") == text
+
+
+def test_bytes_are_those_of_every_operand_but_where_an_op_says_otherwise(tmp_path):
+    """At capacity; what is updated is read and written."""
+    n, c, v, keys = 16, 24, 61, 20
+    adapter = replace(ALL, targets=("q_proj", "v_proj", "down_proj"))
+    planned = plan_model(write_model(tmp_path / "m"), adapter, tokens=n)
+    less: dict[str, set[int]] = {}
+    for program in (planned.accumulate, planned.update, planned.evaluate):
+        for call in (dispatch.call for dispatch in program.dispatches):
+            whole = sum(b.nbytes for b in [*call.reads(), *call.writes()])
+            if whole != call.nbytes:
+                less.setdefault(call.op.name, set()).add(whole - call.nbytes)
+    assert less == {
+        "embedding": {4 * (v - n) * c},
+        "lora_b_grad": {4 * n * keys},  # k has no adapter
+        "lora_up_backward": {4 * n * keys},
+        "zero": {4, 4 * planned.decoder.trainable.size},
+    }

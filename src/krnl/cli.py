@@ -168,16 +168,20 @@ def plan(arguments: list[str]) -> int:
 
 def profile(arguments: list[str]) -> int:
     """krnl profile [MODEL | FILE.yaml] [flags of train] [--documents N] [--by label] …"""
-    from krnl.options import ProfileOptions, check_outputs
+    from krnl.options import ProfileOptions, check_flags, check_outputs, passed_over
 
+    check_flags(arguments)
     options = _settings("profile", arguments, ProfileOptions, bare_model=True)
     from krnl.profile import profile_run
     from krnl.profile_report import report
 
     options.check(needs_data=False)
     check_outputs(options, "json", "trace", "png")
+    console = _console(markup=False)
+    if words := passed_over(options):
+        console.print(words, highlight=False, soft_wrap=True)
     measured = profile_run(options, options.documents, options.labelled, options.force)
-    report(measured, options, _console(markup=False))
+    report(measured, options, console)
     return 0
 
 
@@ -187,9 +191,11 @@ def bench(arguments: list[str]) -> int:
 
     options = _parse(BenchOptions, "bench", arguments)
     from krnl.bench.command import run_table
+    from krnl.training.signals import exit_on_signals
 
     check_outputs(options, "json", "png")
-    run_table(options, _console(markup=False))
+    with exit_on_signals():
+        run_table(options, _console(markup=False))
     return 0
 
 

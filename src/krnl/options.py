@@ -1,6 +1,8 @@
 """Options of the commands that are not a training run. Those of `krnl train` are in
 training/config.py."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,7 +10,17 @@ from typing import Literal
 from tyro.conf import Positional
 
 from krnl.errors import ConfigError
+from krnl.formats.files import check_writable
 from krnl.training.config import TrainConfig
+
+# Settings of a training run that `krnl profile` has no use for: its pass is one of random tokens,
+# and no update follows.
+UNPROFILED = (
+    "data", "valid", "out", "batch_size", "max_length", "train_on", "shuffle", "epochs", "steps",
+    "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip", "eval_every",
+    "save_every", "resume", "overwrite", "memory_limit", "show",
+)  # fmt: skip
+ROOM = 2**20  # bytes that have to be free for each file: about what they take
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class PlanOptions(TrainConfig):
 
 @dataclass(frozen=True)
 class ProfileOptions(TrainConfig):
-    """Where the time of a training pass goes: full capacity, random tokens."""
+    """Where the time of a training pass goes: full capacity, random tokens. Settings of data,
+    updates and checkpoints are refused, and passed over in a file."""
 
     documents: int = 1
     """Rows of equal length that the pass is made of."""
@@ -41,6 +54,25 @@ class ProfileOptions(TrainConfig):
     """Print figures even if the machine is busy, marked as untrusted."""
 
 
+def check_flags(arguments: Sequence[str]) -> None:
+    """ConfigError if a word of `krnl profile` is the flag of a setting that it has no use for."""
+    for word in arguments:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if flag.startswith("--") and name in UNPROFILED:
+            raise ConfigError(
+                f"{flag} is given, and krnl profile has no use for it: its pass is one of random "
+                "tokens, and no update follows."
+            )
+
+
+def passed_over(config: TrainConfig) -> str:
+    """A sentence on what a file sets and `krnl profile` has no use for; empty if there is none."""
+    given, default = vars(config), vars(TrainConfig())
+    names = [name for name in UNPROFILED if given[name] != default[name]]
+    return f"Not used for a profile: {', '.join(names)}." if names else ""
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """Repeat a table of measurements on this machine."""
@@ -55,6 +87,18 @@ class BenchOptions:
     """The Python of an environment that has MLX."""
     torch_python: str | None = None
     """The Python of an environment that has PyTorch."""
+    variants: str = "eager"
+    """How PyTorch is run, separated by commas. step: eager, compile, graph (on CUDA). model: eager,
+    untuned (the allocator as it comes), compile, checkpointing, liger (on CUDA)."""
+    model: str | None = None
+    """What the table model trains: smollm2-135m, qwen2.5-0.5b or llama-3.2-1b with random weights,
+    or the folder of a checkpoint. The first two if not given."""
+    rows: int | None = None
+    """Rows of an update in the table model: 4 if not given."""
+    length: int | None = None
+    """Tokens of a row in the table model: 256 if not given."""
+    chat: bool = False
+    """Rows of uneven lengths, a third of each labelled, in the table model."""
     rounds: int = 7
     """How often each contestant runs; medians are shown."""
     json: str | None = None
@@ -117,9 +161,21 @@ class MergeOptions:
 
 
 def check_outputs(options: ProfileOptions | BenchOptions, *names: str) -> None:
-    """ConfigError if a file that is to be written has no folder to be in. To be called before
-    anything is measured."""
+    """ConfigError or FormatError if a file that is to be written is given twice, has no folder to
+    be in, or cannot be written. To be called before anything is measured."""
+    taken: dict[str, str] = {}
     for name in names:
-        path = getattr(options, name)
-        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
-            raise ConfigError(f"{name} is '{path}', and there is no such folder to write it in.")
+        given = getattr(options, name)
+        if given is None:
+            continue
+        if given == "-":
+            raise ConfigError(f"{name} is '-', and only a file can be written; name one.")
+        path = Path(given).expanduser()
+        if not os.path.isdir(path.absolute().parent):
+            raise ConfigError(f"{name} is '{given}', and there is no such folder to write it in.")
+        if os.path.isdir(path):
+            raise ConfigError(f"{name} is '{given}', which is a folder; give a file in it.")
+        other = taken.setdefault(os.path.realpath(path), name)
+        if other != name:
+            raise ConfigError(f"{other} and {name} both name '{given}'; give each its own file.")
+        check_writable(path, ROOM)

@@ -1,24 +1,25 @@
 """`krnl profile`: where the time of a training pass goes, against what the machine can do."""
 
+import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from krnl.backends.base import Roof
-from krnl.backends.cpu import CpuBackend
+from krnl.backends.base import MeasuresRoof, Roof
 from krnl.bench.control import machine, open_gate
 from krnl.bench.gate import Gate, Measurement
 from krnl.bench.results import Machine
 from krnl.data.packing import random_pass
 from krnl.devices import activation_type, open_backend
-from krnl.dtypes import DType
-from krnl.errors import ConfigError
+from krnl.dtypes import I32, DType
 from krnl.model import Model
+from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Dispatch
-from krnl.plan.step import Call, members
+from krnl.plan.op import LIVE
+from krnl.plan.step import Call
 from krnl.profile_names import direction, names, place
 from krnl.training.config import TrainConfig
 from krnl.training.loop import starting_adapter
@@ -32,7 +33,8 @@ By = Literal["kernel", "label", "layer"]
 @dataclass(frozen=True)
 class Timing:
     """One dispatch, or several put together: how often, how long (seconds in all), and how much
-    work."""
+    work. Bytes are those that have to be moved, each operand once: no kernel moves fewer, but one
+    that reads again or uses scratch moves more."""
 
     label: str  # what it computes, as a formula
     kernel: str
@@ -53,7 +55,10 @@ class Timing:
 class Profile:
     """A pass taken apart. `replay` is the time of the whole, run at once."""
 
+    model: str
     tokens: int
+    documents: int
+    targets: int
     replay: float
     timings: list[Timing]
     activation: DType
@@ -83,12 +88,9 @@ def profile_run(
 ) -> Profile:
     """Times a pass of `accumulate` at full capacity: random tokens in `documents` equal rows, of
     which the share `labelled` are targets. The data of `config` is not read. Refused unless the
-    machine is quiet; `gate` decides, the device's own unless one is given."""
-    if config.device == "reference":
-        raise ConfigError(
-            "device is 'reference', whose times say nothing of training: it computes definitions. "
-            "Give cpu or metal."
-        )
+    machine is quiet; `gate` decides, the device's own unless one is given. A whole replay, its
+    dispatches one by one and what the device can do at most take turns, so that what disturbs
+    them disturbs them alike, and medians are compared."""
     backend = open_backend(config.device)
     gate = gate or open_gate(backend, force)
     model = Model.open(config.model)
@@ -107,25 +109,36 @@ def profile_run(
     work = random_pass(model.config.vocab_size, config.tokens, documents, labelled)
     session = Session(planned, model, modules, backend, config.seed)
     dispatches = planned.accumulate.dispatches
-    counted = next(d.call for d in dispatches if d.call.op.has_live)
     runs: list[list[float]] = []
+    roofs: list[Roof] = []
+
+    def whole() -> None:
+        session.accumulate(work, 1)
+        session.read(planned.programs.inputs.live)  # waits for what was enqueued
+
+    # A turn begins with a run that is not counted: the one before left caches and clocks as it
+    # pleased.
 
     def replay() -> float:
-        start = time.perf_counter()
-        session.accumulate(work, 1)
-        session.live_rows(counted)  # reading waits for what was enqueued
-        return time.perf_counter() - start
+        whole()
+        return _seconds(whole)
 
     def one_by_one() -> float:
+        whole()
         runs.append(session.time_accumulate(work))
         return sum(runs[-1])
 
-    replay()  # touches all memory for the first time
-    roof = backend.measure_roof() if isinstance(backend, CpuBackend) else None
-    measurement = gate.measure({"replay": replay, "dispatches": one_by_one}, ROUNDS)
-    work_of = _Work(session, int((work.position + 1).sum()), roof, activation)
+    contestants = {"replay": replay, "dispatches": one_by_one}
+    if isinstance(backend, MeasuresRoof):
+        contestants["roof"] = lambda: _seconds(lambda: roofs.append(backend.measure_roof()))
+    measurement = gate.measure(contestants, ROUNDS)
+    roof = _median(roofs) if roofs else None
+    work_of = _Work(session, roof, activation)
     return Profile(
+        config.model,
         work.live,
+        documents,
+        len(work.target),
         measurement.median("replay"),
         work_of.timings(dispatches, np.median(runs, axis=0).tolist()),
         activation,
@@ -137,10 +150,9 @@ def profile_run(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the dispatches of a pass had to do, counted over the rows that were live."""
+    """What the dispatches of a pass had to do, counted in the data that they ran on."""
 
     session: Session
-    visible: int  # pairs of a query and a key that it sees
     roof: Roof | None
     activation: DType
 
@@ -153,13 +165,8 @@ class _Work:
 
     def _timing(self, dispatch: Dispatch, label: str, seconds: float) -> Timing:
         call = dispatch.call
-        dims = {**call.dims, "visible": self.visible}
-        live, share = self.session.live_rows(call), 1.0
-        if live is not None:
-            share = live / max(1, int(call.dims["n"]))  # type: ignore[arg-type]
-            dims["n"] = live
-        flops = float(call.op.flops(dims))
-        nbytes = sum(_bytes(call, share))
+        dims = {**call.dims, **_counts(call, self.session.read)}
+        flops, nbytes = float(call.op.flops(dims)), float(call.bytes_moved(dims))
         layer = f"{direction(call)} {place(call)}"
         timing = Timing(label, dispatch.row.name, layer, 1, seconds, flops, nbytes, None, None)
         if self.roof is None:
@@ -169,14 +176,37 @@ class _Work:
         return replace(timing, floor=max(compute, memory), bound=bound)
 
 
-def _bytes(call: Call, share: float) -> Iterable[float]:
-    """Bytes read and written, rows that are not live left out. An updated output counts twice."""
-    for parameter, argument in zip(
-        call.op.inputs + call.op.outputs, call.inputs + call.outputs, strict=True
-    ):
-        rows = share if parameter.letters[0] == "n" else 1.0
-        times = 2 if parameter.updated else 1
-        yield from (times * rows * buffer.nbytes for buffer in members(argument))
+def _counts(call: Call, read: Callable[[Buffer], np.ndarray]) -> dict[str, int]:
+    """What the inputs of a call's last run tell of its sizes: the rows that were live, and the
+    words of `Dims`."""
+    integers = {
+        name: read(argument)
+        for name, argument in call.arguments.items()
+        if isinstance(argument, Buffer) and argument.dtype is I32
+    }
+    if LIVE not in integers:
+        return {}
+    n = int(integers[LIVE][0])
+    counts = {"n": n}
+    if "start" in integers:
+        stop = integers.get("stop", np.arange(n) + 1)
+        counts["visible"] = int((stop[:n] - integers["start"][:n]).sum())
+    for name in integers.keys() & {"ids", "index"}:
+        rows = integers[name][:n]
+        counts["taken"] = len(np.unique(rows[rows >= 0]))
+    return counts
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def _median(roofs: Sequence[Roof]) -> Roof:
+    """What was seen again and again: a single moment may be a fault of the clock."""
+    flops = {dtype: statistics.median(r.flops[dtype] for r in roofs) for dtype in roofs[0].flops}
+    return Roof(flops, statistics.median(r.nbytes for r in roofs))
 
 
 def _together(name: str, timings: Sequence[Timing]) -> Timing:

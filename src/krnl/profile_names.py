@@ -83,14 +83,14 @@ class _Namer:
         }
         for call in calls:
             if call.op.name in ("lora_linear", "lora_swiglu"):
-                arguments = _arguments(call)
+                arguments = call.arguments
                 matrices = _group(arguments, "b", "b_gate", "b_up")
                 first = _path(_group(arguments, "w", "w_gate", "w_up")[0])
                 self._adapted[first] = ", ".join(_member(b) for b in matrices if b.size)
 
     def formula(self, call: Call) -> str:
         rule = self._rules.get(call.op.name)
-        return rule(_arguments(call)) if rule else self._plain(call)
+        return rule(call.arguments) if rule else self._plain(call)
 
     def _plain(self, call: Call) -> str:
         """outputs = op(inputs): the temps, or what else is read first where there are none."""
@@ -174,12 +174,6 @@ class _Namer:
     def _call(self, argument: Argument, symbol: str) -> None:
         for buffer in members(argument):
             self._symbols[buffer.root] = symbol
-
-
-def _arguments(call: Call) -> dict[str, Argument]:
-    """Inputs and outputs by the names that the signature gives them."""
-    parameters = call.op.inputs + call.op.outputs
-    return {p.name: a for p, a in zip(parameters, call.inputs + call.outputs, strict=True)}
 
 
 def _group(arguments: dict[str, Argument], *parameters: str) -> list[Buffer]:

@@ -1,7 +1,7 @@
 """What a device must be able to do: six methods."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,12 +20,16 @@ class Limits:
     scratch: int  # what the engine itself holds beside the plan
     activations: tuple[DType, ...]  # types it computes in, the preferred one first
     threads: int  # host threads that it uses
-    mapped_alignment: int  # elements; a weight is mapped if it begins at a multiple in its file
+    # Elements; a weight is mapped if it begins at a multiple in its file. None: none is mapped.
+    mapped_alignment: int | None
+    own_memory: bool = False  # all this is memory of the device's own, beside that of the process
+    head_rows: int = 512  # labelled tokens whose logits exist at once: enough to be fast, at least
 
 
 @dataclass(frozen=True)
 class Roof:
-    """The most that a device was seen to do: operations a second by type, bytes read a second."""
+    """The most that a device was seen to do: operations a second by type of activations, bytes read
+    a second."""
 
     flops: dict[DType, float]
     nbytes: float
@@ -60,6 +64,14 @@ class Backend(Protocol):
     def allocate(self, layout: Layout) -> Memory: ...
 
     def compile(self, plan: Plan, memory: Memory) -> Program: ...
+
+
+@runtime_checkable
+class MeasuresRoof(Protocol):
+    """A backend that can make its device do the most that it can."""
+
+    def measure_roof(self) -> Roof:
+        """What it does at this moment, after at most a second or so."""
 
 
 @dataclass(frozen=True)

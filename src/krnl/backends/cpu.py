@@ -43,9 +43,14 @@ _TYPE_CODES = {F32: 0, F16: 1, BF16: 2, I32: 3}
 _POOL = threading.Lock()
 
 
+def library_path(isa: str) -> Path:
+    """The compiled kernels of an instruction set."""
+    return Path(__file__).parent.parent / "kernels" / "cpu" / f"krnl_cpu_{isa}.so"
+
+
 @cache
 def _library(isa: str) -> ctypes.CDLL:
-    path = Path(__file__).parent.parent / "kernels" / "cpu" / f"krnl_cpu_{isa}.so"
+    path = library_path(isa)
     if not path.exists():
         raise BackendError(
             f"The CPU kernels for '{isa}' are not where they should be ({path}). Install KRNL "
@@ -77,14 +82,17 @@ def _chosen_isa() -> str:
     return isa
 
 
+def usable_cores() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _chosen_threads() -> int:
     text = os.environ.get(THREADS_VARIABLE)
     if text is None:
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        return usable_cores()
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1024):
         raise ConfigError(
             f"{THREADS_VARIABLE} is '{text}'; it must be a number of threads from 1 to 1024."

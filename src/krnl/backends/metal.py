@@ -126,7 +126,8 @@ class _Gpu:
     def pipeline(self, launch: Launch) -> Any:
         """The compiled kernel of a launch, specialised by its constants."""
         constants = tuple(sorted(launch.constants.items()))
-        key = (launch.library, launch.function, constants, tuple(type(v) for _, v in constants))
+        types = tuple(type(v) for _, v in constants)  # since 1 equals True
+        key = (launch.library, kernel_name(launch), constants, types)
         if key not in self._pipelines:
             function = self._function(launch)
             made, error = self.device.newComputePipelineStateWithFunction_error_(function, None)
@@ -211,18 +212,16 @@ class _Gpu:
 
     def _function(self, launch: Launch) -> Any:
         library = self.library(launch.library)
+        name = kernel_name(launch)
         names = [str(name) for name in library.functionNames()]
-        if launch.function not in names:
+        if name not in names:
             raise BackendError(
-                f"{launch.library}.metal has no kernel '{launch.function}'; it has "
-                f"{', '.join(sorted(names))}."
+                f"{launch.library}.metal has no kernel '{name}'; it has {', '.join(sorted(names))}."
             )
         values = self.metal.MTLFunctionConstantValues.alloc().init()
         for index, value in launch.constants.items():
             self._set_constant(values, index, value)
-        function, error = library.newFunctionWithName_constantValues_error_(
-            launch.function, values, None
-        )
+        function, error = library.newFunctionWithName_constantValues_error_(name, values, None)
         if function is None:
             raise BackendError(f"Metal does not specialise {_name(launch)}: {_words(error)}")
         return function
@@ -318,8 +317,13 @@ def _portions(dispatches: Sequence[_BoundDispatch]) -> list[list[_BoundDispatch]
     return portions
 
 
+def kernel_name(launch: Launch) -> str:
+    """What the kernel is called in its source: function_f16_f32."""
+    return "_".join([launch.function, *map(str, launch.types)])
+
+
 def _name(launch: Launch) -> str:
-    return f"kernel '{launch.function}' of {launch.library}.metal"
+    return f"kernel '{kernel_name(launch)}' of {launch.library}.metal"
 
 
 def _words(error: Any) -> str:

@@ -1,18 +1,21 @@
 """`krnl bench TABLE`: opens a device and its gate, hands both to a table, shows what it yields."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
+from os.path import expanduser
 from pathlib import Path
+from shutil import which
 from typing import cast
 
 from rich.console import Console
 
 from krnl.backends.base import Backend
-from krnl.bench.control import open_gate
-from krnl.bench.gate import Gate
-from krnl.bench.results import Result, print_result, write_picture, write_result
+from krnl.bench.baselines import TORCH_VARIANTS, scripts
+from krnl.bench.control import machine, open_gate
+from krnl.bench.gate import Gate, Measurement
+from krnl.bench.results import Entry, Result, Tool, print_result, write_picture, write_result
 from krnl.devices import open_backend
 from krnl.errors import ConfigError
 from krnl.options import BenchOptions
@@ -30,7 +33,10 @@ TABLES = {
     "layer": "a whole decoder layer forward and backward",
     "model": "training steps of named models: tokens/s and memory",
 }
-WITH_PEERS = ("step", "model")  # tables that take them
+WITH_PEERS = tuple(TORCH_VARIANTS)  # tables that take them
+OF_MODEL = ("model", "rows", "length", "chat")  # options that only this table heeds
+LEAST_LENGTH = 16  # so that a third of a quarter is something to train
+LEAST_ROUNDS = 3  # of fewer, a median is no better than any of them, and quartiles say nothing
 
 
 @dataclass(frozen=True)
@@ -42,20 +48,40 @@ class Bench:
     rounds: int
     quick: bool  # small sizes, to see that it works
     against: Mapping[str, str]  # peer -> interpreter that has it
+    variants: Sequence[str] = ("eager",)  # how PyTorch is run
+    # What the table model trains; None is its own choice.
+    model: str | None = None
+    rows: int | None = None
+    length: int | None = None
+    chat: bool = False
+
+    def result(
+        self,
+        command: str,
+        title: str,
+        measurement: Measurement | None,
+        entries: Iterable[Entry],
+        tools: Iterable[Tool] = (),
+    ) -> Result:
+        """What a table yields, and how it was asked for."""
+        return Result(
+            command,
+            title,
+            machine(self.backend),
+            self.quick,
+            self.rounds,
+            measurement,
+            tuple(entries),
+            tuple(tools),
+        )
 
 
 def run_table(options: BenchOptions, console: Console) -> None:
     """What `krnl bench` does. Refused, and no figure printed, unless the machine is quiet or
     `force` is given."""
-    if options.table and options.table not in TABLES:
-        near = get_close_matches(options.table, TABLES, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(
-            f"There is no table '{options.table}'.{hint} There are {', '.join(TABLES)}."
-        )
-    if options.rounds < 1:
-        raise ConfigError(f"rounds is {options.rounds}; it must be at least 1.")
-    against = peers(options)
+    check(options)
+    check_training(options)
+    against, variants = peers(options), chosen_variants(options)
     if not options.table and not options.relearn:
         list_tables(console)
         return
@@ -64,8 +90,56 @@ def run_table(options: BenchOptions, console: Console) -> None:
     if options.relearn:
         console.print(gate.relearn(), highlight=False, soft_wrap=True)
     if options.table:
-        result = table(options.table)(Bench(backend, gate, options.rounds, options.quick, against))
-        show(result, options, console)
+        bench = Bench(
+            backend,
+            gate,
+            options.rounds,
+            options.quick,
+            against,
+            variants,
+            options.model,
+            options.rows,
+            options.length,
+            options.chat,
+        )
+        show(table(options.table)(bench), options, console)
+
+
+def check(options: BenchOptions) -> None:
+    """ConfigError for a table that is not there, and for options that nothing would use."""
+    if options.table and options.table not in TABLES:
+        near = get_close_matches(options.table, TABLES, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(
+            f"There is no table '{options.table}'.{hint} There are {', '.join(TABLES)}."
+        )
+    if options.rounds < 1:
+        raise ConfigError(f"rounds is {options.rounds}; it must be at least 1.")
+    if options.rounds < LEAST_ROUNDS and not options.force:
+        raise ConfigError(
+            f"rounds is {options.rounds}, and a figure worth printing takes at least "
+            f"{LEAST_ROUNDS}; with --force fewer do."
+        )
+    used = ("relearn", "device") if options.relearn else ()
+    given = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+    if unused := [name for name in given if not options.table and name not in used]:
+        verb, them = ("is", "it") if len(unused) == 1 else ("are", "them")
+        raise ConfigError(
+            f"{', '.join(unused)} {verb} given without a table, and only a table uses {them}: krnl "
+            "bench TABLE. Without anything, krnl bench lists the tables."
+        )
+
+
+def check_training(options: BenchOptions) -> None:
+    """ConfigError for what a model is to be trained on, if it makes no sense or another table is
+    to be measured."""
+    given = {name: getattr(options, name) for name in OF_MODEL}
+    for name, value in given.items():
+        if value not in (None, False) and options.table != "model":
+            raise ConfigError(f"{name} is given, and only krnl bench model uses it.")
+    for name, least in (("rows", 1), ("length", LEAST_LENGTH)):
+        if given[name] is not None and given[name] < least:
+            raise ConfigError(f"{name} is {given[name]}; it must be at least {least}.")
 
 
 def table(name: str) -> Callable[[Bench], Result]:
@@ -77,16 +151,21 @@ def show(result: Result, options: BenchOptions, console: Console) -> None:
     """Prints a table and writes the files that were asked for."""
     print_result(result, console)
     if options.json is not None:
-        write_result(result, Path(options.json))
+        write_result(result, Path(options.json).expanduser())
     if options.png is not None:
-        write_picture(result, Path(options.png))
+        write_picture(result, Path(options.png).expanduser())
 
 
 def peers(options: BenchOptions) -> dict[str, str]:
-    """The interpreters of the peers that are to be measured against."""
+    """The interpreters of the peers that are to be measured against. ConfigError if one is not
+    there, or the scripts that it is to run, or if an interpreter is given for nothing."""
     given = {"mlx": options.mlx_python, "torch": options.torch_python}
+    named = [] if options.against is None else [w.strip() for w in options.against.split(",")]
+    for name, python in given.items():
+        if python is not None and name not in named:
+            raise ConfigError(f"{name}_python is given, but against does not name {name}.")
     found = {}
-    for name in [word.strip() for word in (options.against or "").split(",") if word.strip()]:
+    for name in named:
         if options.table not in WITH_PEERS:
             raise ConfigError(
                 f"against names '{name}', but only {' and '.join(WITH_PEERS)} have peers."
@@ -98,10 +177,38 @@ def peers(options: BenchOptions) -> dict[str, str]:
             raise ConfigError(
                 f"against names {name}: give the Python that has it, --{name}-python."
             )
-        if not Path(python).expanduser().is_file():
-            raise ConfigError(f"{name}_python is '{python}', and there is no such file.")
-        found[name] = str(Path(python).expanduser())
+        if name in found:
+            raise ConfigError(f"against names {name} twice.")
+        program = which(expanduser(python))
+        if program is None:
+            raise ConfigError(
+                f"{name}_python is '{python}', and there is no such program: no file that can be "
+                "run, and none of that name on the PATH."
+            )
+        found[name] = program
+    if found:
+        scripts()
     return found
+
+
+def chosen_variants(options: BenchOptions) -> tuple[str, ...]:
+    """How PyTorch is to be run. ConfigError for a name that the table does not know, one given
+    twice, or any where PyTorch takes no part."""
+    default = BenchOptions().variants
+    if options.variants == default:
+        return (default,)
+    if "torch" not in peers(options):
+        raise ConfigError("variants are PyTorch's, and against does not name torch.")
+    named = tuple(word.strip() for word in options.variants.split(","))
+    known = TORCH_VARIANTS[options.table]
+    for name in named:
+        if name not in known:
+            raise ConfigError(
+                f"variants names '{name}'; of {options.table} it may name {', '.join(known)}."
+            )
+        if named.count(name) > 1:
+            raise ConfigError(f"variants names {name} twice.")
+    return named
 
 
 def list_tables(console: Console) -> None:

@@ -1,26 +1,25 @@
-"""What the machine does beside us while something is measured.
-
-Linux is read from /proc and /sys, macOS through `ps` and `pmset`, NVIDIA through `nvidia-smi`.
-"""
+"""What the machine does beside us while something is measured. `systems.py` and `nvidia.py` read
+it."""
 
 import os
-import re
-import shutil
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
+
+from krnl.backends.cpu import usable_cores
+from krnl.bench.nvidia import Nvidia
+from krnl.bench.systems import Linux, Mac, Snapshot, System, Usage, run
 
 HEAVY = 0.05  # of one core; processes below are not named
 NAMED = 5  # at most
 # The kernel counts the whole machine's time in samples and a process's exactly: only a difference
-# above this share of all cores means processes that cannot be seen from here.
-SAMPLING = 0.05
+# above this share of all cores means processes that cannot be seen from here. Errors of many cores
+# even out; what is passed over for them is never more than so much of one core.
+SAMPLING, PASSED_OVER = 0.05, 0.1
 # What takes time and cannot be closed from here.
 UNSEEN = "processes that cannot be seen from here"
 STOLEN = "other virtual machines on this host"
@@ -41,15 +40,22 @@ class Condition:
     where the system does not tell."""
 
     seconds: float
-    cores: int
+    cores: int  # that this process may run on
     others: float  # what other processes took in all; 1.0 is one core
     heavy: tuple[Process, ...]  # the heaviest first
     load: float | None  # average of the last minute
     thermal: str
-    throttled: bool
+    throttled: bool  # slowed down for heat or power, by what the system or a GPU says
     power: str
     saving: bool  # on battery, or told to save power
     clocks: str
+    on_gpu: tuple[str, ...] = ()  # other processes that hold a GPU, at work or not
+    quota: str = ""  # on a quota of processor time that held us up
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the machine was kept below what it can do."""
+        return self.throttled or bool(self.quota)
 
     def describe(self) -> str:
         """Half a sentence, for after a comma or beside a table."""
@@ -57,22 +63,27 @@ class Condition:
         parts = [f"other processes took {self.others:.0%} of one core"]
         if named:
             parts[0] += f" ({named})"
+        if self.on_gpu:
+            parts.append(f"on the GPU: {', '.join(self.on_gpu)}")
         if self.load is not None:
             parts.append(f"load {self.load:.2f} on {self.cores} cores")
-        parts += [text for text in (self.thermal, self.power, self.clocks) if text]
+        parts += [t for t in (self.thermal, self.quota, self.power, self.clocks) if t]
         return "; ".join(parts)
 
     def remedies(self) -> list[str]:
         """What the user can do: 'close cc1plus ×2, python3', 'plug the machine in'."""
         found = []
-        if own := [_counted(p) for p in self.heavy if p.name not in (UNSEEN, STOLEN)]:
-            found.append(f"close {', '.join(own)}")
+        own = [_counted(p) for p in self.heavy if p.name not in (UNSEEN, STOLEN)]
+        if own or self.on_gpu:
+            found.append(f"close {', '.join(dict.fromkeys((*own, *self.on_gpu)))}")
         if outside := [p.name for p in self.heavy if p.name in (UNSEEN, STOLEN)]:
             found.append(f"wait for {' and '.join(outside)} to rest")
         if self.saving:
             found.append("plug the machine in and leave its low-power mode")
         if self.throttled:
             found.append("let it cool")
+        if self.quota:
+            found.append("lift the quota, or set KRNL_THREADS to the cores that it allows")
         return found
 
 
@@ -80,70 +91,55 @@ class Condition:
 Watch: TypeAlias = Callable[[], Callable[[], Condition]]
 
 
-@dataclass(frozen=True)
-class Usage:
-    """A process: seconds of processor time, its own and that of children that it has buried."""
-
-    name: str
-    parent: int
-    own: float
-    reaped: float = 0.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All processes at one moment, and what the whole machine has spent so far where that is
-    known."""
-
-    processes: Mapping[int, Usage]
-    busy: float | None = None  # seconds of all cores, whoever spent them
-    stolen: float = 0.0  # seconds that the cores were withheld from this virtual machine
-    throttles: int = 0  # times that a core was slowed down for its heat
-
-
-class System(Protocol):
-    def snapshot(self) -> Snapshot: ...
-
-    def heat(self) -> tuple[str, bool]:
-        """Words on the thermal state; whether it slows the machine down."""
-
-    def supply(self) -> tuple[str, bool]:
-        """Words on the power supply; whether power is saved."""
-
-    def clocks(self) -> str: ...
-
-
 def watch() -> Callable[[], Condition]:
     """The Watch of this machine."""
     system: System = Mac() if sys.platform == "darwin" else Linux()
-    return watch_with(system, time.monotonic, os.getpid())
+    return watch_with(system, time.monotonic, os.getpid(), Nvidia(run))
 
 
-def watch_with(system: System, clock: Callable[[], float], me: int) -> Callable[[], Condition]:
+def watch_with(
+    system: System, clock: Callable[[], float], me: int, nvidia: Nvidia
+) -> Callable[[], Condition]:
     """Begins a window beside process `me`; what it returns ends it."""
-    start, first = clock(), system.snapshot()
+    start, first, first_gpus = clock(), system.snapshot(), nvidia.snapshot()
 
     def end() -> Condition:
         seconds, last = max(clock() - start, 1e-3), system.snapshot()
         others, heavy = shares(first, last, seconds, me)
         (thermal, hot), (power, saving) = system.heat(), system.supply()
+        last_gpus = nvidia.snapshot()
+        slowed = nvidia.slowdowns(first_gpus, last_gpus)
+        if last.throttles > first.throttles:
+            slowed.insert(0, "cores were slowed down for their heat")
         load = None
         with suppress(OSError):
             load = os.getloadavg()[0]
+        gpu_clocks = nvidia.describe(first_gpus, last_gpus, seconds)
         return Condition(
             seconds=seconds,
-            cores=os.cpu_count() or 1,
+            cores=usable_cores(),
             others=others,
             heavy=heavy,
             load=load,
-            thermal=thermal,
-            throttled=hot or last.throttles > first.throttles,
+            thermal="; ".join(filter(None, (thermal, *slowed))),
+            throttled=hot or bool(slowed),
             power=power,
             saving=saving,
-            clocks="; ".join(filter(None, (system.clocks(), nvidia(run)))),
+            clocks="; ".join(filter(None, (system.clocks(), gpu_clocks))),
+            on_gpu=_foreign(first_gpus.users | last_gpus.users, first, last, me),
+            quota=_held_up(last.stops - first.stops),
         )
 
     return end
+
+
+def _foreign(users: Iterable[int], first: Snapshot, last: Snapshot, me: int) -> tuple[str, ...]:
+    """The names of those that are not ours. A number that the system does not show is left out: it
+    may be ours as it is called outside this container."""
+    shown = {**first.processes, **last.processes}
+    mine = _family(first.processes, me) | _family(last.processes, me)
+    names = Counter(shown[pid].name for pid in users if pid in shown and pid not in mine)
+    return tuple(_counted(Process(name, count, 0.0)) for name, count in sorted(names.items()))
 
 
 def shares(
@@ -168,7 +164,7 @@ def shares(
     if first.busy is not None and last.busy is not None:
         ours = _total(after, mine) - _total(before, mine)
         unseen = last.busy - first.busy - total - ours
-        if unseen > SAMPLING * seconds * (os.cpu_count() or 1):
+        if unseen > seconds * min(SAMPLING * (os.cpu_count() or 1), PASSED_OVER):
             spent[UNSEEN] = [unseen]
             total += unseen
     if stolen := last.stolen - first.stolen:
@@ -207,172 +203,10 @@ def _total(processes: Mapping[int, Usage], chosen: Iterable[int]) -> float:
     return sum(processes[p].own + processes[p].reaped for p in chosen if p in processes)
 
 
+def _held_up(times: int) -> str:
+    count = f"{times:,} time{'s' * (times > 1)}"
+    return f"a quota of processor time held us up {count}" if times > 0 else ""
+
+
 def _counted(process: Process) -> str:
     return process.name if process.count < 2 else f"{process.name} ×{process.count}"
-
-
-def run(command: Sequence[str]) -> str:
-    """What a program prints; nothing if it is not there or fails."""
-    try:
-        result = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={**os.environ, "LC_ALL": "C"},
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return result.stdout.decode(errors="replace")
-
-
-class Linux:
-    """/proc and /sys, below `root`."""
-
-    def __init__(self, root: Path = Path("/")):
-        self._proc, self._sys = root / "proc", root / "sys"
-        self._tick = os.sysconf("SC_CLK_TCK")
-
-    def snapshot(self) -> Snapshot:
-        processes = {}
-        for folder in self._proc.iterdir():
-            if folder.name.isdigit():
-                with suppress(OSError, ValueError):  # it has ended meanwhile
-                    processes[int(folder.name)] = self._usage(folder)
-        busy, stolen = None, 0.0
-        fields = _read(self._proc / "stat").partition("\n")[0].split()[1:]
-        if len(fields) >= 8:
-            user, nice, system, _, _, irq, softirq, steal = (
-                int(f) / self._tick for f in fields[:8]
-            )
-            busy, stolen = user + nice + system + irq + softirq, steal
-        throttles = self._sys.glob("devices/system/cpu/cpu*/thermal_throttle/*_throttle_count")
-        return Snapshot(processes, busy, stolen, sum(int(_read(path) or 0) for path in throttles))
-
-    def _usage(self, folder: Path) -> Usage:
-        # The name stands in brackets and may hold spaces and brackets itself.
-        head, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
-        fields = rest.split()
-        user, system, buried_user, buried_system = (int(f) / self._tick for f in fields[11:15])
-        name = head.partition("(")[2]
-        if len(name) == 15:  # cut there; the whole may be in the command line
-            program = Path(_read(folder / "cmdline").partition("\0")[0]).name
-            name = program if program.startswith(name) else name
-        return Usage(_printable(name), int(fields[1]), user + system, buried_user + buried_system)
-
-    def heat(self) -> tuple[str, bool]:
-        zones = [_read(p) for p in self._sys.glob("class/thermal/thermal_zone*/temp")]
-        degrees = [int(zone) / 1000 for zone in zones if re.fullmatch(r"-?\d+", zone)]
-        return (f"hottest sensor {max(degrees):.0f} °C" if degrees else ""), False
-
-    def supply(self) -> tuple[str, bool]:
-        supplies = [p for p in self._sys.glob("class/power_supply/*")]
-        if any(_read(p / "online") == "1" for p in supplies):
-            return "on mains power", False
-        for path in supplies:
-            own = _read(path / "type") == "Battery" and _read(path / "scope") != "Device"
-            if own and _read(path / "status") == "Discharging":
-                return f"on battery ({_read(path / 'capacity')} %)", True
-        return "", False
-
-    def clocks(self) -> str:
-        folders = sorted(self._sys.glob("devices/system/cpu/cpu*/cpufreq"))
-        found = [_read(folder / "scaling_cur_freq") for folder in folders]
-        megahertz = [int(f) / 1000 for f in found if f.isdigit()]
-        if not megahertz:
-            lines = re.findall(r"^cpu MHz\s*: ([\d.]+)$", _read(self._proc / "cpuinfo"), re.M)
-            megahertz = [float(line) for line in lines]
-        if not megahertz:
-            return ""
-        text = f"cores at {statistics.median(megahertz):,.0f} MHz"
-        governors = sorted({_read(folder / "scaling_governor") for folder in folders} - {""})
-        return text + (f" (governor {', '.join(governors)})" if governors else "")
-
-
-class Mac:
-    """`ps` and `pmset`, called through `run`. Processes that begin and end inside a window are not
-    seen: `ps` does not tell what a parent's children took."""
-
-    def __init__(self, run: Callable[[Sequence[str]], str] = run):
-        self._run = run
-
-    def snapshot(self) -> Snapshot:
-        processes = {}
-        for line in self._run(["ps", "-A", "-o", "pid=,ppid=,time=,comm="]).splitlines():
-            if found := re.match(r"\s*(\d+)\s+(\d+)\s+([\d:.-]+)\s+(.*\S)", line):
-                pid, parent, spent, path = found.groups()
-                name = _printable(path.rpartition("/")[2] or path)
-                processes[int(pid)] = Usage(name, int(parent), _seconds(spent))
-        return Snapshot(processes)
-
-    def heat(self) -> tuple[str, bool]:
-        text = self._run(["pmset", "-g", "therm"])
-        limits = re.findall(r"CPU_(Speed|Scheduler)_Limit\s*=\s*(\d+)", text)
-        low = min((int(percent) for _, percent in limits), default=100)
-        if low < 100:
-            return f"the system holds the processor at {low} % for its heat", True
-        levels = re.findall(r"(?:thermal|performance) warning level\s*[=:]\s*(\d+)", text, re.I)
-        if any(int(level) > 0 for level in levels):
-            return f"the system warns of heat (level {max(map(int, levels))})", True
-        return ("thermal state nominal" if text else ""), False
-
-    def supply(self) -> tuple[str, bool]:
-        text = self._run(["pmset", "-g", "batt"])
-        source = re.search(r"Now drawing from '(.*?)'", text)
-        if source is None:
-            return "", False
-        percent = re.search(r"(\d+)%", text)
-        low_power = bool(re.search(r"^\s*(low)?powermode\s+1\b", self._run(["pmset", "-g"]), re.M))
-        mode = ", low-power mode" if low_power else ""
-        if source[1] == "Battery Power":
-            charge = f" ({percent[1]} %)" if percent else ""
-            return f"on battery{charge}{mode}", True
-        return f"on mains power{mode}", low_power
-
-    def clocks(self) -> str:
-        return ""  # only root may ask
-
-
-def nvidia(run: Callable[[Sequence[str]], str]) -> str:
-    """Clocks, temperature, power and use of NVIDIA's GPUs right now; empty where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    return nvidia_words(run(["nvidia-smi", f"--query-gpu={_NVIDIA}", "--format=csv,noheader"]))
-
-
-_NVIDIA = "clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu"
-
-
-def nvidia_words(answer: str) -> str:
-    """From what `nvidia-smi` answers."""
-    words = []
-    for i, line in enumerate(answer.splitlines()):
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5:
-            core, memory, degrees, watts, use = fields
-            words.append(
-                f"GPU {i} at {core}, its memory at {memory}, {degrees} °C, {watts}, in use {use}"
-            )
-    return "; ".join(words)
-
-
-def _seconds(time: str) -> float:
-    """Of [[days-]hours:]minutes:seconds."""
-    days, _, rest = time.rpartition("-")
-    total = 0.0
-    for part in rest.split(":"):
-        total = 60 * total + float(part)
-    return total + 86400 * int(days or 0)
-
-
-def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name) or "?"
-
-
-def _read(path: Path) -> str:
-    """A short text of the system; empty if it does not give it."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -1,8 +1,9 @@
-"""Decides whether a figure may be printed: a control is run beside everything that is measured, and
-must be as fast as this machine was seen to be.
+"""Decides whether a figure may be printed: a control on each device is run beside everything that
+is measured, and must be as fast as that device was seen to be; other processes must be at rest, and
+nothing slowed down for heat or power.
 
-Everything that the gate depends on is handed in: the control, the clock, what the machine is doing,
-and where references are kept.
+Everything that the gate depends on is handed in: the controls, the clock, what the machine is
+doing, and where references are kept.
 """
 
 import math
@@ -19,7 +20,14 @@ from krnl.errors import BackendError, ConfigError, Refused
 
 ALLOWED = 0.10  # how far a control may be from the reference
 CONTROL_SECONDS = 0.25  # a control is repeated for so long: shorter ones fall between time slices
-WARM_UP_SECONDS = 0.5  # clocks rise from idle, or fall from a short boost
+# Before a control clocks rise from idle, or fall from a short boost. What contestants leave behind
+# passes too, and is no load: clocks lowered by wide vectors, threads that wait for more.
+WARM_UP_SECONDS = 0.5
+# Of one core. What other processes take evenly slows controls as well. What they take in bursts may
+# miss the controls; but below half of a core one of them is at work for less than half of the time,
+# and medians forget rounds that are fewer than half. Where cores are few, half of one is much of
+# the machine: there it is the share of all cores that a control may be off.
+LOUD_OTHERS = 0.5
 # What a quiet window is.
 QUIET_CONTROLS = 12
 QUIET_SECONDS = 3.0
@@ -29,9 +37,24 @@ LEARNING_WINDOWS = 4  # tried before giving up
 
 
 @dataclass(frozen=True)
-class Control:
-    """One control: where in the run, seconds after the start, operations a second."""
+class Probe:
+    """Tells how fast a device is just now."""
 
+    backend: str  # as --device takes it
+    key: Key  # which device, which control: what its reference is kept under
+    control: Callable[[], float]  # runs once; operations a second
+
+    @property
+    def device(self) -> str:
+        return self.key.device
+
+
+@dataclass(frozen=True)
+class Control:
+    """One control: of which device, where in the run, seconds after the start, operations a
+    second."""
+
+    device: str
     place: str
     at: float
     rate: float
@@ -43,7 +66,7 @@ class Measurement:
 
     seconds: Mapping[str, tuple[float, ...]]  # of each contestant, a figure a round
     controls: tuple[Control, ...]
-    reference: float | None  # operations a second; None: forced, and never learnt
+    references: Mapping[str, Reference]  # by device; without one if forced, and never learnt
     condition: Condition
     when: str  # the start, ISO 8601, UTC
     trusted: bool
@@ -68,69 +91,74 @@ def refuse_simulator(device_name: str) -> None:
 
 
 class Gate:
-    """Measures on one device. `key` says which, and which control; `now` is the time of day in UTC.
-    A forced gate learns nothing, and what it measures is not trusted."""
+    """Measures where `probes` tell how fast the devices are; `now` is the time of day in UTC. A
+    forced gate learns nothing, and what it measures is not trusted."""
 
     def __init__(
         self,
-        key: Key,
+        probes: Sequence[Probe],
         store: ReferenceStore,
-        control: Callable[[], float],  # runs once; operations a second
         watch: Watch,
         clock: Callable[[], float],
         now: Callable[[], datetime],
         force: bool = False,
     ) -> None:
-        refuse_simulator(key.device)
-        self._key = key
+        for probe in probes:
+            refuse_simulator(probe.device)
+        self._probes = tuple(probes)
         self._store = store
-        self._control = control
         self._watch = watch
         self._clock = clock
         self._now = now
         self._force = force
 
+    def beside(self, probe: Probe) -> "Gate":
+        """A gate with this control too, for contestants on one more device."""
+        probes = (*self._probes, probe)
+        return Gate(probes, self._store, self._watch, self._clock, self._now, self._force)
+
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
-        """Seconds of one run of each contestant, in rounds A B A B, controls before, between and
-        after. Refused as soon as the machine is seen not to be quiet."""
+        """Seconds of one run of each contestant, in rounds A B C, B C A, C A B, so that each takes
+        each place; controls before, between and after. Refused as soon as a control is slow, and at
+        the end if the machine was not quiet otherwise."""
         if rounds < 1:
             raise ConfigError(f"rounds is {rounds}; it must be at least 1.")
         notes: list[str] = []
-        reference = self._store.read(self._key)
-        if reference is None and not self._force:
-            reference = self._learn()
-            notes.append(f"The reference was learnt just before: {_rate(reference.rate)}.")
+        references = self._references(notes)
         began, start, end_watch = self._now(), self._clock(), self._watch()
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         controls: list[Control] = []
-        self._warm_up()
-        for place in _places(rounds):
-            if controls:
-                for name, contestant in contestants.items():
-                    seconds[name].append(_positive(contestant(), f"The time of {name}"))
-                self._settle()
-            controls.append(self._read_control(place, start))
-            if reference is not None and not self._force:
-                # It was learnt in a slow moment if two controls are above.
-                if (rate := _second_highest(controls)) > reference.rate * (1 + ALLOWED):
-                    reference = self._raised(reference, rate, notes)
-                if any(control.rate < reference.rate * (1 - ALLOWED) for control in controls):
-                    break
+        for i, place in enumerate(_places(rounds)):
+            if i > 0:
+                for name in _rotated(list(contestants), i - 1):
+                    seconds[name].append(_positive(contestants[name](), f"The time of {name}"))
+            for probe in self._probes:
+                self._warm_up(probe)
+                controls.append(self._read_control(probe, place, start))
+                if not self._force:
+                    # It was learnt in a slow moment if two controls are above.
+                    rate = _second_highest(_of(probe, controls))
+                    if rate > references[probe.device].rate * (1 + ALLOWED):
+                        self._raise(probe, rate, references, notes)
+            if not self._force and any(
+                _off(control, references[control.device]) < -ALLOWED for control in controls
+            ):
+                break
         condition = end_watch()
-        if reference is None:
-            complaint = "What this machine reaches in quiet has never been learnt."
-        else:
-            complaint = _complaint(controls, reference.rate, began, condition)
+        complaint = self._complaint(controls, references, began, condition)
         if self._force:
             notes.append(f"Forced, and so not to be trusted. {complaint}".rstrip())
         elif complaint:
             raise Refused(" ".join(("No figure is printed.", complaint, *notes, _FORCE)))
-        elif reference is not None and not _unquiet(controls, condition):
-            reference = self._raised(reference, _median(controls), notes)
+        else:
+            for probe in self._probes:
+                mine = _of(probe, controls)
+                if not _unquiet(mine, condition):
+                    self._raise(probe, _median(mine), references, notes)
         return Measurement(
             seconds={name: tuple(figures) for name, figures in seconds.items()},
             controls=tuple(controls),
-            reference=None if reference is None else reference.rate,
+            references=references,
             condition=condition,
             when=_iso(began),
             trusted=not self._force,
@@ -138,61 +166,106 @@ class Gate:
         )
 
     def relearn(self) -> str:
-        """Learns the reference anew, be it lower; says from what to what. Refused if the machine is
-        not quiet."""
-        rate = self._quiet_rate()
-        old = self._store.replace(self._key, rate, _iso(self._now()))
+        """Learns the references anew, be they lower; says from what to what. Refused if the machine
+        is not quiet."""
+        self._store.check_writable()
+        return " ".join(self._relearn(probe) for probe in self._probes)
+
+    def _relearn(self, probe: Probe) -> str:
+        rate = self._quiet_rate(probe)
+        old = self._store.replace(probe.key, rate, _iso(self._now()))
         if old is None:
-            return f"The reference of {self._key.device} was learnt: {_rate(rate)}."
+            return f"The reference of {probe.device} was learnt: {_rate(rate)}."
         verb = "lowered" if rate < old.rate else "raised"
-        return f"The reference of {self._key.device} was {verb} {_from_to(old.rate, rate)}."
+        return f"The reference of {probe.device} was {verb} {_from_to(old.rate, rate)}."
 
-    def _learn(self) -> Reference:
-        return self._store.raise_to(self._key, self._quiet_rate(), _iso(self._now()))
+    def _references(self, notes: list[str]) -> dict[str, Reference]:
+        """Of each device; one that is not known is learnt, unless the gate is forced."""
+        references = {}
+        for probe in self._probes:
+            reference = self._store.read(probe.key)
+            if reference is None and not self._force:
+                rate = self._quiet_rate(probe, f" No figure is printed before it is. {_FORCE}")
+                reference = self._store.raise_to(probe.key, rate, _iso(self._now()))
+                notes.append(f"The reference of {probe.device} was learnt just before.")
+            if reference is not None:
+                references[probe.device] = reference
+        return references
 
-    def _raised(self, reference: Reference, rate: float, notes: list[str]) -> Reference:
-        """The reference, not below `rate`."""
-        raised = self._store.raise_to(self._key, rate, _iso(self._now()))
-        if raised.rate > reference.rate:
-            notes.append(f"The reference was raised {_from_to(reference.rate, raised.rate)}.")
-        return raised
+    def _raise(
+        self, probe: Probe, rate: float, references: dict[str, Reference], notes: list[str]
+    ) -> None:
+        """Makes the reference of a device not below `rate`."""
+        old = references[probe.device]
+        new = self._store.raise_to(probe.key, rate, _iso(self._now()))
+        if new.rate > old.rate:
+            words = _from_to(old.rate, new.rate)
+            notes.append(f"The reference of {probe.device} was raised {words}.")
+        references[probe.device] = new
 
-    def _quiet_rate(self) -> float:
-        """What the control reaches in a quiet window. Refused if none comes."""
+    def _quiet_rate(self, probe: Probe, ending: str = "") -> float:
+        """What the control reaches in a quiet window. Refused if none comes; `ending` are sentences
+        to end the refusal with."""
         unquiet = ""
         for _ in range(LEARNING_WINDOWS):
-            self._warm_up()
+            self._warm_up(probe)
             start, end_watch = self._clock(), self._watch()
             controls: list[Control] = []
             while len(controls) < QUIET_CONTROLS or self._clock() < start + QUIET_SECONDS:
-                controls.append(self._read_control("learning", start))
+                controls.append(self._read_control(probe, "learning", start))
             condition = end_watch()
             unquiet = _unquiet(controls, condition)
             if not unquiet:
                 return _median(controls)
         raise Refused(
-            f"What this machine reaches in quiet cannot be learnt now, and no figure is printed "
-            f"before it is: {unquiet}. {LEARNING_WINDOWS} windows of {QUIET_SECONDS:.0f} s were "
-            f"tried; in the last, {condition.describe()}. {_remedy(condition)} {_FORCE}"
+            f"What {probe.device} reaches in quiet cannot be learnt now: {unquiet}. "
+            f"{LEARNING_WINDOWS} windows of {QUIET_SECONDS:.0f} s were tried; in the last, "
+            f"{condition.describe()}. {_remedy(condition)}{ending}"
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, probe: Probe) -> None:
         start = self._clock()
         while self._clock() < start + WARM_UP_SECONDS:
-            self._control()
+            probe.control()
 
-    def _settle(self) -> None:
-        """What contestants leave behind is no load: clocks lowered by wide vectors, threads that
-        wait for more."""
-        self._warm_up()
-
-    def _read_control(self, place: str, start: float) -> Control:
+    def _read_control(self, probe: Probe, place: str, start: float) -> Control:
         """The control's rate over CONTROL_SECONDS: all operations by all of their time."""
-        at = self._clock()
-        rates = [_positive(self._control(), "The rate of the control")]
+        at, what = self._clock(), f"The rate of the control of {probe.device}"
+        rates = [_positive(probe.control(), what)]
         while self._clock() < at + CONTROL_SECONDS:
-            rates.append(_positive(self._control(), "The rate of the control"))
-        return Control(place, at - start, statistics.harmonic_mean(rates))
+            rates.append(_positive(probe.control(), what))
+        return Control(probe.device, place, at - start, statistics.harmonic_mean(rates))
+
+    def _complaint(
+        self,
+        controls: Sequence[Control],
+        references: Mapping[str, Reference],
+        began: datetime,
+        condition: Condition,
+    ) -> str:
+        """What was seen, what the machine was doing, and what to do; empty if all is well."""
+        unknown, seen, slow = [], [], []
+        for probe in self._probes:
+            mine, reference = _of(probe, controls), references.get(probe.device)
+            if reference is None:
+                unknown.append(f"What {probe.device} reaches in quiet has never been learnt.")
+            elif off := _off_words(mine, reference, began):
+                seen.append(off)
+                if any(_off(control, reference) < -ALLOWED for control in mine):
+                    slow.append(probe.backend)
+        if _loud(condition):
+            seen.append(
+                f"Other processes took more than the {_allowed_others(condition):.0%} of one core "
+                f"that are allowed on {condition.cores} cores."
+            )
+        if condition.slowed:
+            seen.append("The system slowed the machine down.")
+        if seen:
+            seen.append(f"Meanwhile, {condition.describe()}. {_remedy(condition)}")
+        if slow and condition.others < QUIET_OTHERS and not condition.slowed:
+            commands = " and ".join(f"`krnl bench --device {name} --relearn`" for name in slow)
+            seen.append(f"If it stays so in quiet, learn anew what is reached: {commands}.")
+        return " ".join(unknown + seen)
 
 
 _FORCE = "--force prints the figures all the same, marked untrusted."
@@ -203,6 +276,19 @@ def _places(rounds: int) -> list[str]:
     return ["before the first round", *between, "after the last round"]
 
 
+def _rotated(names: Sequence[str], places: int) -> list[str]:
+    return [names[(i + places) % len(names)] for i in range(len(names))]
+
+
+def _of(probe: Probe, controls: Sequence[Control]) -> list[Control]:
+    return [control for control in controls if control.device == probe.device]
+
+
+def _off(control: Control, reference: Reference) -> float:
+    """How far from its reference, as a share of it; below 0 if it is slower."""
+    return control.rate / reference.rate - 1
+
+
 def _median(controls: Sequence[Control]) -> float:
     return statistics.median(control.rate for control in controls)
 
@@ -210,6 +296,14 @@ def _median(controls: Sequence[Control]) -> float:
 def _second_highest(controls: Sequence[Control]) -> float:
     """One control alone may be a fault of the clock, or a short boost; 0 if there is but one."""
     return sorted((0.0, *(control.rate for control in controls)))[-2]
+
+
+def _allowed_others(condition: Condition) -> float:
+    return min(LOUD_OTHERS, ALLOWED * condition.cores)
+
+
+def _loud(condition: Condition) -> bool:
+    return condition.others > _allowed_others(condition)
 
 
 def _unquiet(controls: Sequence[Control], condition: Condition) -> str:
@@ -223,6 +317,8 @@ def _unquiet(controls: Sequence[Control], condition: Condition) -> str:
             f"other processes took {condition.others:.0%} of one core, and less than "
             f"{QUIET_OTHERS:.0%} is quiet"
         )
+    if condition.slowed:
+        return "the system slowed the machine down"
     if spread > QUIET_SPREAD:
         return (
             f"the control varied by {spread:.1%}, from {_rate(min(rates))} to {_rate(max(rates))}, "
@@ -231,32 +327,27 @@ def _unquiet(controls: Sequence[Control], condition: Condition) -> str:
     return ""
 
 
-def _complaint(
-    controls: Sequence[Control], reference: float, began: datetime, condition: Condition
-) -> str:
-    """What was seen, what the machine was doing, and what to do; empty if all is well."""
-    outside = [c for c in controls if abs(c.rate / reference - 1) > ALLOWED]
-    if not outside:
+def _off_words(controls: Sequence[Control], reference: Reference, began: datetime) -> str:
+    """On the controls of one device; empty if all are near its reference."""
+    worst = max(controls, key=lambda control: abs(_off(control, reference)))
+    off = _off(worst, reference)
+    if abs(off) <= ALLOWED:
         return ""
-    worst = max(outside, key=lambda control: abs(control.rate / reference - 1))
     time = (began + timedelta(seconds=worst.at)).strftime("%H:%M:%S UTC")
-    side = "below" if worst.rate < reference else "above"
     return (
-        f"The control {worst.place} ({time}) ran at {_rate(worst.rate)}, "
-        f"{abs(worst.rate / reference - 1):.0%} {side} the {_rate(reference)} that this machine "
-        f"reaches in quiet; up to {ALLOWED:.0%} is allowed. All controls, in order: "
-        f"{', '.join(_rate(control.rate) for control in controls)}. Meanwhile, "
-        f"{condition.describe()}. {_remedy(condition)}"
+        f"The control of {worst.device} {worst.place} ({time}) ran at {_rate(worst.rate)}, "
+        f"{abs(off):.0%} {'below' if off < 0 else 'above'} the {_rate(reference.rate)} that it "
+        f"reaches in quiet (learnt {reference.learnt[:10]}); up to {ALLOWED:.0%} is allowed. All "
+        f"of its controls, in order: {', '.join(_rate(control.rate) for control in controls)}."
     )
 
 
 def _remedy(condition: Condition) -> str:
     remedies = condition.remedies()
+    if not remedies and _loud(condition):
+        remedies = ["close what is not needed (no process alone took much)"]
     if not remedies:
-        return (
-            "No process explains it: let the machine cool and try again. If it stays so in quiet, "
-            "`--relearn` learns anew what it reaches."
-        )
+        return "No process explains it: let the machine cool and try again."
     text = ", ".join(remedies)
     return f"{text[0].upper()}{text[1:]}, and try again."
 

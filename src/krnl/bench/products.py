@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from krnl.backends.base import Backend
+from krnl.bench.blas import BLAS_REST, blas_name
 from krnl.dtypes import F32, I32, DType
 from krnl.errors import BackendError
 from krnl.kernels.launch import GpuRow, Launch
@@ -36,8 +36,6 @@ SEED = 0
 # Runs that are started together, and how long a contestant goes on with them. Small products need
 # many: one alone finds its operands in no cache, and a GPU that waits lowers its clock.
 RUNS, STEADY_SECONDS = 4, 0.02
-# OpenBLAS's threads go on looking for work for some 25 ms. They must sleep before another's turn.
-BLAS_REST = 0.05
 
 
 class Work(Protocol):
@@ -59,7 +57,7 @@ class TellsThreads(Protocol):
 class Product:
     """c[m, n] = a b over k, by the op that makes such products in training. `layout`: nn, tn (a
     lies as [k, m]) or nt (b lies as [n, k]). `narrow`: by the ops of adapters, where n is a
-    rank."""
+    rank. `table`: kernels in place of the backend's."""
 
     layout: str
     m: int
@@ -68,6 +66,7 @@ class Product:
     activation: DType
     weight: DType
     narrow: bool = False
+    table: Table | None = None
 
     @property
     def flops(self) -> int:
@@ -78,7 +77,7 @@ class Product:
         self._emit(step)
         rounds_weights = self.activation is not F32 and self.weight is not self.activation
         inside = self.activation.eps if rounds_weights else 0.0
-        return _prepare(step, backend, backend.kernels, _bound(self.k, F32) + inside)
+        return _prepare(step, backend, self.table or backend.kernels, _bound(self.k, F32) + inside)
 
     def _emit(self, step: Step) -> None:
         m, n, k = self.m, self.n, self.k
@@ -222,13 +221,6 @@ class BlasProduct:
         )
         _compare(f"{blas_name()}'s {self.layout}", c, wide[0] @ wide[1], bound)
         return run_and_rest
-
-
-@cache
-def blas_name() -> str:
-    """The library behind NumPy's products."""
-    built: Any = np.show_config(mode="dicts")
-    return str(built["Build Dependencies"]["blas"]["name"])
 
 
 def _bound(k: int, accumulator: DType) -> float:

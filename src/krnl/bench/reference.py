@@ -3,20 +3,18 @@
 Never lowered, except by `ReferenceStore.replace`."""
 
 import fcntl
-import hashlib
 import math
-import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import krnl.kernels
 from krnl.errors import FormatError
-from krnl.formats.files import read_json, write_json_atomic
+from krnl.formats.files import cache_folder, check_writable, read_json, write_json_atomic
 
 VERSION = 1
 _REMEDY = "Delete it: what this machine reaches will be learnt anew."
@@ -29,7 +27,7 @@ class Key:
     device: str  # as the system calls it; on the CPU with instruction set and threads
     system: str  # `this_system()`
     driver: str  # "" where there is none
-    kernels: str  # `kernel_hash(...)`
+    kernels: str  # hash of what runs
     control: str  # which control, and its version
 
     def __str__(self) -> str:
@@ -39,8 +37,7 @@ class Key:
 @dataclass(frozen=True)
 class Reference:
     rate: float  # operations a second
-    learnt: str  # ISO 8601, UTC
-    windows: int  # how many raised or confirmed it
+    learnt: str  # when it was reached, ISO 8601, UTC
 
 
 def this_system() -> str:
@@ -49,24 +46,9 @@ def this_system() -> str:
     return f"{name} {platform.release()} {platform.version()}"
 
 
-def kernel_hash(backend: str) -> str:
-    """Of every file in the folder of a backend's kernels."""
-    folder = Path(krnl.kernels.__file__).parent / backend
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def default_path() -> Path:
-    """Under the user's cache folder."""
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        cache = Path(folder)
-    else:
-        cache = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return cache / "krnl" / "references.json"
+    """In the user's cache folder."""
+    return cache_folder() / "references.json"
 
 
 class ReferenceStore:
@@ -76,6 +58,18 @@ class ReferenceStore:
     def __init__(self, path: Path):
         self.path = path
 
+    def check_writable(self) -> None:
+        """FormatError, which says what to do, if nothing could be learnt. To be called before
+        anything is measured."""
+        try:
+            with self._held():
+                check_writable(self.path)
+        except FormatError as error:
+            raise FormatError(
+                f"{error} It keeps what machines reach in quiet: set XDG_CACHE_HOME to a folder "
+                "that can be written."
+            ) from error
+
     def read(self, key: Key) -> Reference | None:
         return self._reference(self._content(), key)
 
@@ -84,11 +78,9 @@ class ReferenceStore:
         with self._held():
             content = self._content()
             old = self._reference(content, key)
-            windows = old.windows + 1 if old else 1
             if old and old.rate >= rate:
-                new = Reference(old.rate, old.learnt, windows)
-            else:
-                new = Reference(rate, when, windows)
+                return old
+            new = Reference(rate, when)
             self._write(content, key, new)
             return new
 
@@ -97,7 +89,7 @@ class ReferenceStore:
         with self._held():
             content = self._content()
             old = self._reference(content, key)
-            self._write(content, key, Reference(rate, when, 1))
+            self._write(content, key, Reference(rate, when))
             return old
 
     def _content(self) -> dict[str, Any]:
@@ -115,9 +107,9 @@ class ReferenceStore:
         if str(key) not in content["references"]:
             return None
         match content["references"][str(key)]:
-            case {"rate": float(rate), "learnt": str(learnt), "windows": int(windows)}:
-                if 0 < rate < math.inf:
-                    return Reference(rate, learnt, windows)
+            case {"rate": float(rate), "learnt": str(learnt)}:
+                if 0 < rate < math.inf and _is_time(learnt):
+                    return Reference(rate, learnt)
         raise FormatError(f"{self.path} is damaged at the reference of '{key}'. {_REMEDY}")
 
     def _write(self, content: dict[str, Any], key: Key, reference: Reference) -> None:
@@ -131,15 +123,19 @@ class ReferenceStore:
     def _held(self) -> Iterator[None]:
         """Keeps other processes from writing between a reading and a writing."""
         lock = self.path.with_name(f".{self.path.name}.lock")
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise FormatError(
-                f"{self.path} cannot be written: {error.strerror or error}."
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(lock, "ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise FormatError(
+                    f"{self.path} cannot be written: {error.strerror or error}."
+                ) from error
             yield
-        finally:
-            os.close(descriptor)
+
+
+def _is_time(text: str) -> bool:
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).tzinfo is not None
+    return False

@@ -1,32 +1,39 @@
 """What a table of `krnl bench` yields, and how it is shown: a table for people, JSON, a picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from krnl.bench.gate import Measurement
+from krnl.bench.condition import Condition, Process
+from krnl.bench.gate import Control, Measurement
+from krnl.bench.reference import Reference
 from krnl.formats.files import open_atomic, write_json_atomic
 
-SCHEMA = 1  # of the JSON; raised when a key goes, or means something else
+SCHEMA = 2  # of the JSON; raised when a key goes, or means something else
 UNTRUSTED = "untrusted"
 REPORT = "the report, M1 Pro"
+HEADS = ("", "measured", "quartiles", "GFLOP/s", REPORT, "ratio", "")
+QUICK = "Small sizes (--quick): they show that all of it works, and not how fast it is."
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a table. `value` None: it cannot be measured here, and `note` says why."""
+    """A line of a table. `value` None: it cannot be measured here, and `note` says why. A note
+    carries no figure that was measured: only what has a field of its own is marked when forced."""
 
     name: str
     value: float | None
     unit: str
     spread: tuple[float, float] | None = None  # first and third quartile
-    reported: float | None = None  # the report's figure, taken on an M1 Pro, in the same unit
+    # The report's figure, taken on an M1 Pro, in the same unit: see `comparable`.
+    reported: float | None = None
     note: str = ""
     ratio: float | None = None  # times as fast as what `note` names
+    rate: float | None = None  # floating-point operations a second, of a time
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,17 @@ class Machine:
     system: str
     driver: str
     krnl: str  # version
+    kernels: str  # hash of their files
+    threads: int  # of the host, that compute
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool that took part, as contestants call it."""
+
+    name: str
+    versions: Mapping[str, str]  # of its packages
+    threads: int | None  # None: its own default, which it does not tell
 
 
 @dataclass(frozen=True)
@@ -47,8 +65,11 @@ class Result:
     command: str
     title: str
     machine: Machine
+    quick: bool  # small sizes
+    rounds: int
     measurement: Measurement | None
     entries: tuple[Entry, ...]
+    tools: tuple[Tool, ...] = ()
 
     @property
     def trusted(self) -> bool:
@@ -64,25 +85,83 @@ def timed(
     reported: float | None = None,
     note: str = "",
     ratio: float | None = None,
+    flops: int | None = None,
 ) -> Entry:
-    """The entry of a contestant; `value` turns seconds into the unit."""
+    """The entry of a contestant; `value` turns seconds into the unit. `flops`: operations of one
+    run, where their rate is worth a figure beside the time."""
     low, high = sorted(value(seconds) for seconds in measurement.spread(contestant))
-    median = value(measurement.median(contestant))
-    return Entry(contestant, median, unit, (low, high), reported, note, ratio)
+    seconds = measurement.median(contestant)
+    rate = None if flops is None else flops / seconds
+    return Entry(contestant, value(seconds), unit, (low, high), reported, note, ratio, rate)
+
+
+def comparable(
+    figure: float | None, there: tuple[object, ...], here: tuple[object, ...]
+) -> float | None:
+    """A figure of the report, if it may stand beside what is measured: `there` and `here` are the
+    sizes and the element types of both, and must be equal. None otherwise."""
+    return figure if there == here else None
+
+
+MEMORY = {
+    "host": "the most that its process had resident",
+    "device": "the most that it had allocated on the device",
+}
+
+
+def memory(contestant: str, kind: Literal["host", "device"], nbytes: int) -> Entry:
+    """The entry of a contestant's memory at its peak. A process says nothing of a GPU's: there it
+    is the blocks that KRNL allocated, and what another tool itself reports."""
+    return Entry(f"{contestant}, {kind} memory", nbytes / 2**20, "MiB", note=MEMORY[kind])
 
 
 def print_result(result: Result, console: Console) -> None:
-    """The table, and under it where, when and how quiet."""
+    """The table, columns that no line fills left out, and under it where, when and how quiet."""
     table = Table(title=result.title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for heading in ("measured", "quartiles", REPORT, "ratio"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for entry in result.entries:
-        table.add_row(entry.name, *_cells(entry, result.trusted), entry.note)
+    rows = [cells(entry, result.trusted) for entry in result.entries]
+    filled = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
+    for i in filled:
+        table.add_column(HEADS[i], justify="right" if HEADS[i] else "left")
+    for row in rows:
+        table.add_row(*(row[i] for i in filled))
     console.print(table, highlight=False, markup=False)
-    for line in _circumstances(result):
+    lines = circumstances(result.machine, result.measurement) + [told(t) for t in result.tools]
+    if result.quick:
+        lines.append(QUICK)
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def circumstances(machine: Machine, measurement: Measurement | None) -> list[str]:
+    """Lines: where, when, of how many rounds, how quiet, and whether it was forced."""
+    driver = f", driver {machine.driver}" if machine.driver else ""
+    lines = [f"{machine.device}, {machine.system}{driver}, krnl {machine.krnl}"]
+    if measurement is None:
+        return lines
+    rounds = len(next(iter(measurement.seconds.values())))
+    medians = f"medians of {rounds} rounds" if rounds > 1 else "one round alone"
+    seen = [f"{measurement.when}: {medians}; {measurement.condition.describe()}"]
+    seen += [*controls(measurement), *measurement.notes]
+    mark = "" if measurement.trusted else f"{UNTRUSTED}: "
+    return lines + [mark + line for line in seen]
+
+
+def controls(measurement: Measurement) -> list[str]:
+    """What the controls of each device reached, and what is known to be reached in quiet."""
+    devices = dict.fromkeys(control.device for control in measurement.controls)
+    return [_controls(measurement, device) for device in devices]
+
+
+def _controls(measurement: Measurement, device: str) -> str:
+    rates = [c.rate / 1e9 for c in measurement.controls if c.device == device]
+    known = measurement.references.get(device)
+    reference = "reference never learnt"
+    if known is not None:
+        reference = f"reference {known.rate / 1e9:,.0f}, reached {known.learnt.partition('T')[0]}"
+    return (
+        f"{len(rates)} controls of {min(rates):,.0f} to {max(rates):,.0f} GFLOP/s on {device}, "
+        f"{reference}"
+    )
 
 
 def write_result(result: Result, path: Path) -> None:
@@ -97,9 +176,41 @@ def as_json(result: Result) -> dict[str, Any]:
         "command": result.command,
         "title": result.title,
         "machine": asdict(result.machine),
+        "quick": result.quick,
+        "rounds": result.rounds,
         "measurement": asdict(result.measurement) if result.measurement else None,
         "entries": entries,
+        "tools": [asdict(tool) for tool in result.tools],
     }
+
+
+def from_json(content: Mapping[str, Any]) -> Result:
+    """The inverse of `as_json`. KeyError or TypeError if a key is missing or unknown."""
+    entries = [{k: v for k, v in e.items() if k != "trusted"} for e in content["entries"]]
+    return Result(
+        content["command"],
+        content["title"],
+        Machine(**content["machine"]),
+        content["quick"],
+        content["rounds"],
+        _measurement(content["measurement"]) if content["measurement"] else None,
+        tuple(Entry(**{**e, "spread": e["spread"] and tuple(e["spread"])}) for e in entries),
+        tuple(Tool(**tool) for tool in content["tools"]),
+    )
+
+
+def _measurement(content: Mapping[str, Any]) -> Measurement:
+    condition, references = content["condition"], content["references"].items()
+    heavy = tuple(Process(**process) for process in condition["heavy"])
+    on_gpu = tuple(condition["on_gpu"])
+    typed = {
+        "seconds": {name: tuple(times) for name, times in content["seconds"].items()},
+        "controls": tuple(Control(**control) for control in content["controls"]),
+        "references": {device: Reference(**reference) for device, reference in references},
+        "condition": Condition(**{**condition, "heavy": heavy, "on_gpu": on_gpu}),
+        "notes": tuple(content["notes"]),
+    }
+    return Measurement(**{**content, **typed})
 
 
 def write_picture(result: Result, path: Path) -> None:
@@ -110,7 +221,8 @@ def write_picture(result: Result, path: Path) -> None:
     units = list(dict.fromkeys(entry.unit for entry in drawn))
     heights = [sum(entry.unit == unit for entry in drawn) for unit in units]
     figure = Figure(figsize=(9, 1.5 + 0.4 * len(drawn) + 0.6 * len(units)), layout="constrained")
-    figure.suptitle(f"{result.title}\n{result.machine.device}", fontsize=11)
+    small = ", small sizes" if result.quick else ""
+    figure.suptitle(f"{result.title}\n{result.machine.device}{small}", fontsize=11)
     if drawn:
         axes = figure.subplots(len(units), squeeze=False, height_ratios=heights)[:, 0]
         for axis, unit in zip(axes, units, strict=True):
@@ -148,41 +260,37 @@ def _reach(entry: Entry) -> tuple[float, float]:
     return entry.value - entry.spread[0], entry.spread[1] - entry.value
 
 
-def _cells(entry: Entry, trusted: bool) -> tuple[str, str, str, str]:
+def cells(entry: Entry, trusted: bool) -> tuple[str, ...]:
+    """A line below HEADS."""
     return (
+        entry.name,
         "not here" if entry.value is None else _figure(entry.value, entry.unit, trusted),
-        "" if entry.spread is None else " – ".join(map(_number, entry.spread)),
-        "" if entry.reported is None else _number(entry.reported),
-        "" if entry.ratio is None else f"{entry.ratio:.2f}x" + ("" if trusted else f" {UNTRUSTED}"),
+        "" if entry.spread is None else _marked(" – ".join(map(number, entry.spread)), trusted),
+        "" if entry.rate is None else _marked(number(entry.rate / 1e9), trusted),
+        "" if entry.reported is None else number(entry.reported),
+        "" if entry.ratio is None else _marked(f"{number(entry.ratio)}x", trusted),
+        entry.note,
     )
 
 
 def _figure(value: float, unit: str, trusted: bool) -> str:
-    return f"{_number(value)} {unit}" + ("" if trusted else f" {UNTRUSTED}")
+    return _marked(f"{number(value)} {unit}", trusted)
 
 
-def _number(value: float) -> str:
+def _marked(figure: str, trusted: bool) -> str:
+    return figure if trusted else f"{figure} {UNTRUSTED}"
+
+
+def told(tool: Tool) -> str:
+    """A tool with its versions and threads."""
+    versions = ", ".join(f"{package} {version}" for package, version in tool.versions.items())
+    threads = "its default of threads" if tool.threads is None else f"{tool.threads} threads"
+    return f"{tool.name}: {', '.join(filter(None, (versions, threads)))}"
+
+
+def number(value: float) -> str:
     """About four digits."""
     for least, digits in ((100, 0), (10, 1), (1, 2)):
         if abs(value) >= least:
             return f"{value:,.{digits}f}"
     return f"{value:.3f}"
-
-
-def _circumstances(result: Result) -> list[str]:
-    machine, measurement = result.machine, result.measurement
-    driver = f", driver {machine.driver}" if machine.driver else ""
-    lines = [f"{machine.device}, {machine.system}{driver}, krnl {machine.krnl}"]
-    if measurement is None:
-        return lines
-    rates = [control.rate / 1e9 for control in measurement.controls]
-    known = measurement.reference
-    reference = "reference never learnt" if known is None else f"reference {known / 1e9:,.0f}"
-    lines.append(
-        f"{measurement.when}: {len(rates)} controls of {min(rates):,.0f} to {max(rates):,.0f} "
-        f"GFLOP/s, {reference}; {measurement.condition.describe()}"
-    )
-    lines += measurement.notes
-    if not measurement.trusted:
-        lines.append(f"All figures are {UNTRUSTED}: they were forced.")
-    return lines

@@ -1,12 +1,15 @@
 """Shapes of models that people train, by name, and checkpoints of them with random weights."""
 
-import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from krnl.errors import ConfigError
+from krnl.formats.files import write_json_atomic
 from krnl.formats.safetensors import SINGLE, write_safetensors
 from krnl.models.config import parse, tensor_shapes
 
@@ -61,27 +64,58 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
-
-
-def make(name: str, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bf16) unless they are there."""
-    write(SHAPES[name], name, folder)
+# Random numbers that matrices are cut from, each from another place on: to draw billions would take
+# minutes.
+POOL = 2**24
 
 
 def write(shape: dict[str, Any], name: str, folder: Path) -> None:
-    """A checkpoint of any shape, as `make` does it."""
-    if (folder / SINGLE).exists():
-        return
+    """config.json and model.safetensors, bf16, in a folder that is made. ConfigError if the disk
+    has no room for them, FormatError if they cannot be written."""
     config = {**shape, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    shapes = tensor_shapes(parse(config, name))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}.") from error
+    needed = 2 * sum(math.prod(sizes) for sizes in shapes.values())
+    if needed > free:
+        raise ConfigError(
+            f"Random weights of {name} take {needed / 2**20:,.0f} MiB, and where {folder} is, "
+            f"{free / 2**20:,.0f} MiB are free. Set TMPDIR to a folder with more."
+        )
     random = np.random.default_rng(0)
+    pool = (0.02 * random.standard_normal(POOL, np.float32)).astype(ml_dtypes.bfloat16)
     tensors = {}
-    for tensor, sizes in tensor_shapes(parse(config, name)).items():
+    for tensor, sizes in shapes.items():
         if len(sizes) == 1:
-            values = np.ones(sizes, np.float32)
+            tensors[tensor] = np.ones(sizes, ml_dtypes.bfloat16)
         else:
-            values = 0.02 * random.standard_normal(sizes, np.float32)
-        tensors[tensor] = values.astype(ml_dtypes.bfloat16)
-    folder.mkdir(parents=True, exist_ok=True)
+            turned = np.roll(pool, -int(random.integers(POOL)))
+            tensors[tensor] = np.resize(turned, sizes)
     write_safetensors(folder / SINGLE, tensors, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_json_atomic(folder / "config.json", config)

@@ -1,8 +1,10 @@
 """Whole training updates of a checkpoint, in a process of their own: its peak memory is then that
-of training, and of nothing else."""
+of training, and of nothing else. bench/training.py gives other tools the same rows, the same first
+adapters and the same optimizer."""
 
 import multiprocessing
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,73 +12,149 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from krnl.data.packing import Pass, random_pass
+import numpy as np
+
+from krnl.data.examples import Example
+from krnl.data.packing import Pass, pack
 from krnl.devices import activation_type, open_backend
 from krnl.errors import BackendError, KrnlError
 from krnl.formats.peft import AdapterConfig
-from krnl.model import Model, initial_modules
+from krnl.model import Model
+from krnl.models.config import ModelConfig, linear_paths
+from krnl.training.loss_scale import initial_scale
 from krnl.training.schedule import hyper
 from krnl.training.session import Session, plan_training
 
-ADAPTER = AdapterConfig(rank=16, alpha=32.0)
-RATE = 1e-4
+ADAPTER = AdapterConfig(rank=16, alpha=32.0)  # on all linear layers but the head
+RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.999), 1e-8, 0.0, 1.0
+NO_TARGET = -100  # the label of a token that nothing is learnt from
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What an update is over: `count` rows of `length` random tokens, all of them targets. `chat`:
+    their lengths vary from a quarter of `length` to all of it, and the last third is trained."""
+
+    count: int
+    length: int
+    chat: bool = False
+
+    def __str__(self) -> str:
+        if not self.chat:
+            return f"{self.count} × {self.length} tokens"
+        lengths = f"{self.length // 4} to {self.length} tokens"
+        return f"{self.count} rows of {lengths}, a third labelled"
+
+    @property
+    def tokens(self) -> int:
+        """In all rows, those that are not trained included."""
+        return int(self._lengths(np.random.default_rng(1)).sum())
+
+    def drawn(self, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids, labels) of each row, the same each time. A label is the token itself, or
+        NO_TARGET."""
+        random = np.random.default_rng(1)
+        rows = []
+        for length in self._lengths(random):
+            ids = random.integers(0, vocab_size, length)
+            labels = ids.copy()
+            if self.chat:
+                labels[: length - length // 3] = NO_TARGET
+            rows.append((ids, labels))
+        return rows
+
+    def packed(self, vocab_size: int) -> Pass:
+        """One pass that holds them all."""
+        examples = []
+        for line, (ids, labels) in enumerate(self.drawn(vocab_size)):
+            targets = labels != NO_TARGET
+            targets[0] = False
+            examples.append(Example(ids.astype(np.int32), targets, line, cut=False))
+        (work,) = pack(examples, self.tokens)
+        return work
+
+    def _lengths(self, random: np.random.Generator) -> np.ndarray:
+        if self.chat:
+            return random.integers(self.length // 4, self.length + 1, self.count)
+        return np.full(self.count, self.length)
+
+
+def first_modules(config: ModelConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Adapters to begin with: path -> (A, B), float32. B is not zero, or the gradients of A would
+    be, and nobody could compare them."""
+    shapes = linear_paths(config)
+    modules = {}
+    for path in ADAPTER.select(shapes):
+        out_features, in_features = shapes[path]
+        random = np.random.default_rng([0, *path.encode()])
+        a = random.standard_normal((ADAPTER.rank, in_features), np.float32)
+        b = random.standard_normal((out_features, ADAPTER.rank), np.float32)
+        modules[path] = (a / np.float32(in_features**0.5), np.float32(0.02) * b)
+    return modules
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: seconds, mean loss, norm of the gradient before it is clipped, and bytes: on the
+    CPU the most that the process had resident so far, on a GPU what was allocated there."""
+
+    seconds: float
+    loss: float
+    norm: float
+    peak: int
 
 
 def training_step(
     model: Model, device: str, precision: str, passes: Sequence[Pass]
-) -> Callable[[], float]:
-    """What does one update over `passes`, adapters of rank 16 on all linear layers, and returns its
-    mean loss."""
-    modules = initial_modules(ADAPTER, model.config, 0)
+) -> Callable[[], Update]:
+    """What does one update over `passes` and returns how it went."""
+    modules = first_modules(model.config)
     backend = open_backend(device)
+    activation = activation_type(backend, precision)
     planned = plan_training(
         model.config,
         model.weights(backend.limits.mapped_alignment),
         ADAPTER,
         tuple(modules),
         backend,
-        activation_type(backend, precision),
+        activation,
         max(work.capacity for work in passes),
     )
     session = Session(planned, model, modules, backend, 0)
+    session.loss_scale = initial_scale(activation).value
+    allocated = sum(block.nbytes for block in planned.accumulate.layout.blocks)
     targets = sum(len(work.target) for work in passes)
     updates = 0
 
-    def step() -> float:
+    def step() -> Update:
         nonlocal updates
         updates += 1
+        start = time.perf_counter()
         for work in passes:
             session.accumulate(work, updates)
-        rates = hyper(updates, RATE, (0.9, 0.999), 1e-8, 0.0, 1.0, 1 / targets)
-        loss, _ = session.update(rates)
-        return loss / targets
+        mean = 1 / (targets * session.loss_scale)
+        loss, norm = session.update(hyper(updates, RATE, BETAS, EPS, WEIGHT_DECAY, CLIP, mean))
+        seconds = time.perf_counter() - start
+        peak = _peak_memory() if backend.name == "cpu" else allocated
+        return Update(seconds, loss / targets, norm, peak)
 
     return step
 
 
-@dataclass(frozen=True)
-class Update:
-    """One update: seconds, mean loss, and the most memory that the process had so far."""
-
-    seconds: float
-    loss: float
-    peak: int
-
-
 class Trainer:
-    """Trains the checkpoint in `folder` on `rows` random rows of `length` tokens, all of them
-    labelled, an update for every `ask`."""
+    """Trains the checkpoint in `folder` on `rows`, an update for every `ask`. `first`: the first
+    update, which touches all memory and is nobody's time."""
 
-    def __init__(self, folder: Path, device: str, precision: str, rows: int, length: int):
+    def __init__(self, folder: Path, device: str, precision: str, rows: Rows):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, folder, device, precision, rows, length), daemon=True
+            target=_serve, args=(theirs, folder, device, precision, rows), daemon=True
         )
         self._process.start()
         theirs.close()
         try:
-            self.ask()
+            self.first = self.ask()
         except BaseException:
             self.close()
             raise
@@ -108,17 +186,14 @@ class Trainer:
         self.close()
 
 
-def _serve(
-    connection: Connection, folder: Path, device: str, precision: str, rows: int, length: int
-) -> None:
+def _serve(connection: Connection, folder: Path, device: str, precision: str, rows: Rows) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends this
     try:
         model = Model.open(str(folder))
-        work = random_pass(model.config.vocab_size, rows * length, rows, 1.0)
+        work = rows.packed(model.config.vocab_size)
         step = training_step(model, device, precision, [work])
         while connection.recv():
-            start = time.perf_counter()
-            loss = step()
-            connection.send(Update(time.perf_counter() - start, loss, _peak_memory()))
+            connection.send(step())
     except KrnlError as error:
         connection.send(error)
     except EOFError:

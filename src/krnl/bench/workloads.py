@@ -2,7 +2,9 @@
 the same each time; the results are checked against float64 before anybody asks for seconds."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +28,15 @@ from krnl.plan.step import Step
 # rounding each, a few of which add up. The products themselves are summed in float32 over thousands
 # of terms.
 ROUNDINGS, SUMMED = 4, 64
+
+T = TypeVar("T")
+
+
+def warmed(run: Callable[[], T]) -> T:
+    """A contestant's turn: what the second of two runs returns. The first finds caches, clocks and
+    threads as others left them, and is nobody's time."""
+    run()
+    return run()
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,10 @@ class Workload:
         self.memory.read(self._live)  # returns when everything has run
         return time.perf_counter() - start
 
+    def turn(self) -> float:
+        """Seconds of a replay that follows another."""
+        return warmed(self.run)
+
     def results(self) -> dict[str, np.ndarray]:
         """What one replay leaves, gradients counted from zero."""
         return self._replayed(self.memory, self._program)
@@ -132,7 +147,7 @@ class Workload:
 
 
 def mlp_block(backend: Backend, activation: DType, shape: BlockShape) -> Workload:
-    """Forward and backward. The numbers are those of bench/peers/block.py, drawn in its order, so
+    """Forward and backward. The numbers are those of bench/block.py, drawn in its order, so
     that what other tools compute can be compared."""
     weights = ResidentWeights(activation)
     gate_up = GroupShape(

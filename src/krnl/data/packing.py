@@ -163,11 +163,14 @@ def batches(
 
 
 def random_pass(vocab_size: int, tokens: int, documents: int, labelled: float) -> Pass:
-    """A full pass of random tokens, the same each time."""
+    """A full pass of random tokens, the same each time, in `documents` equal rows; the share
+    `labelled` of them are targets. ConfigError for a number that makes no sense."""
     if not 1 <= documents <= tokens // 2:
         raise ConfigError(
             f"documents is {documents}; it must be from 1 to half of the {tokens} tokens."
         )
+    if not 0 <= labelled <= 1:
+        raise ConfigError(f"labelled is {labelled:g}; it must be from 0 to 1.")
     random = np.random.default_rng(0)
     edges = np.linspace(0, tokens, documents + 1).astype(np.int32)
     lengths = np.diff(edges)

@@ -7,6 +7,8 @@ takes its final name in one step: a crash or a full disk leaves the previous fil
 import json
 import os
 import secrets
+import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,26 +18,64 @@ from krnl.errors import FormatError
 from krnl.strict_json import unique_keys
 
 
+def cache_folder() -> Path:
+    """Where KRNL keeps what it can find out or make again, under the user's cache folder."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        cache = Path(folder)
+    else:
+        cache = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return cache / "krnl"
+
+
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which appears under `path` when the block ends, and not if it fails.
+    """A file to write, which appears under `path` when the block ends, and not if it fails. Where
+    `path` is a link, what it leads to is written.
 
-    Missing folders are made. FormatError, naming the file, when the system refuses.
+    Missing folders are made. FormatError, naming the file, when the system refuses, and where
+    something is there that is no file.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with _beside(path) as (file, target):
+        yield file
+        _flush(file)
+        os.replace(file.name, target)
+        flush_folder(target.parent)
+
+
+def check_writable(path: Path, nbytes: int = 0) -> None:
+    """FormatError, as of `open_atomic`, if a file of so many bytes could not be written now. Leaves
+    what is there as it is."""
+    with _beside(path) as (file, _):
+        file.write(bytes(nbytes))
+        _flush(file)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """A temporary file, gone when the block ends, and what it may be renamed to: `path`, or what
+    that leads to."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        flush_folder(path.parent)
+        with suppress(FileNotFoundError):
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+                raise FormatError(f"{path} cannot be written: it is {kind}, and no file.")
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                yield file, target
+        finally:
+            with suppress(OSError):  # gone already when it became `target`
+                temporary.unlink()
     except OSError as error:
         raise FormatError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):  # gone already when it became `path`
-            temporary.unlink()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:

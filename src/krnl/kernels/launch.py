@@ -3,26 +3,52 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from krnl.dtypes import DType
 from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Row
 from krnl.plan.step import Call
 
+LANES = 32  # threads of a simdgroup, or warp
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A matrix of which CUDA's copy engine fetches boxes: `rows` × `columns` elements of `buffer`
+    from its start, `stride` elements from one row to the next, in boxes of `box_rows` ×
+    `box_columns` that are swizzled over 128 bytes. Beyond rows and columns it reads zeros."""
+
+    buffer: Buffer
+    rows: int
+    columns: int
+    stride: int
+    box_rows: int
+    box_columns: int
+
+
+Argument = Buffer | bytes | None
+
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel on a grid of threadgroups. `library` is the source file it is in, without suffix.
+    """One kernel on a grid of groups: Metal's threadgroups, CUDA's blocks. `library` is the source
+    file it is in, without suffix; `types` are the element types that it is made for.
 
-    `arguments` stand in the order of the kernel's buffer indices: a buffer or view, the bytes of a
-    constant, or None where this specialisation of the kernel has no such argument.
-    `constants` are the function constants, by index. `threads` is per threadgroup.
+    `arguments` stand in the order of the kernel's parameters: a buffer or view, the bytes of a
+    struct, a struct of pointers or of tensor maps (CUDA only; None in place of those that are not
+    used), or None where this specialisation has no such argument.
+    `constants` specialise it. On Metal they are function constants, by index; in CUDA they are
+    template arguments, behind the types and in the order of their indices. `threads` is per group.
     """
 
     library: str
     function: str
-    arguments: tuple[Buffer | bytes | None, ...]
+    arguments: tuple[Argument | tuple[Buffer | TensorMap | None, ...], ...]
     groups: tuple[int, int, int]
     threads: int
+    types: tuple[DType, ...] = ()
     constants: Mapping[int, bool | int | float] = field(default_factory=dict)
+    shared: int = 0  # bytes of shared memory beside what the kernel declares itself (CUDA)
+    cluster: int = 1  # blocks along x that run together (CUDA, from sm_90 on)
 
 
 @dataclass(frozen=True)
@@ -30,3 +56,8 @@ class GpuRow(Row):
     """A row whose op takes one or more launches, made from the call and its workspace."""
 
     launches: Callable[[Call, Buffer | None], Sequence[Launch]] = lambda call, workspace: ()
+
+
+def pieces(size: int, piece: int) -> int:
+    """How many pieces of at most `piece` make `size`."""
+    return -(-size // piece)

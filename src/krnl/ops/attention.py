@@ -13,6 +13,12 @@ def _visible(d: Dims) -> int:
     return int(d.get("visible", d["n"] * d.get("m", d["n"]) // 2))
 
 
+def _seen(d: Dims) -> dict[str, int]:
+    """Keys and values that a query sees: never more than there are visible pairs."""
+    elements = min(d["m"], d.get("visible", d["m"])) * product(d, "g", "d")
+    return {"k": elements, "v": elements}
+
+
 def _spread(x, heads):
     """[m, g, d] -> [h, m, d]: each key or value head serves heads/g query heads."""
     return np.repeat(x, heads // x.shape[1], axis=1).transpose(1, 0, 2)
@@ -32,6 +38,7 @@ def _probabilities(q, k, start, stop, scale):
 @op(
     "q[n,h,d] k[m,g,d] v[m,g,d] start[n]:i32 stop[n]:i32 live -> o[n,h,d] lse[n,h]:f32",
     flops=lambda d: 4 * _visible(d) * product(d, "h", "d"),
+    moved=_seen,
 )
 def attention(q, k, v, start, stop, *, scale):
     """o = softmax(scale · q kᵀ) v over the visible keys; lse is the log of the softmax's
@@ -61,7 +68,10 @@ def attention_backward(do, q, k, v, o, lse, start, *, scale):
     return dq, dk, dv
 
 
-@op("x[n,g,d] row[n]:i32 live -> +cache[m,g,d]")
+@op(
+    "x[n,g,d] row[n]:i32 live -> +cache[m,g,d]",
+    moved=lambda d: {"cache": product(d, "n", "g", "d")},
+)
 def cache_write(x, row, cache):
     """Puts row i of x into row row[i] of the cache."""
     cache = cache.copy()

@@ -24,6 +24,12 @@ def _linear_flops(d: Dims) -> int:
     return int(2 * d["n"] * (wide * d["c"] + adapters))
 
 
+def _adapted(d: Dims) -> dict[str, int]:
+    """The gradient of a member without an adapter is not read."""
+    pairs = zip(sizes(d, "o"), sizes(d, "r"), strict=True)
+    return {"dy": int(d["n"] * sum(o for o, r in pairs if r))}
+
+
 @op("x[n,c] a[s,c] scale[s]:f32 live -> u[n,s]", flops=lambda d: 2 * product(d, "n", "c", "s"))
 def lora_down(x, a, scale):
     """u = (x Aᵀ) ∘ scale, for a whole group."""
@@ -65,6 +71,7 @@ def lora_swiglu(x, w_gate, w_up, u, b_gate, b_up):
     flops=lambda d: (
         2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True))
     ),
+    moved=_adapted,
 )
 def lora_up_backward(dy, b, scale):
     """v = (dy_i B_i, side by side) ∘ scale: the gradient at x Aᵀ."""
@@ -103,6 +110,7 @@ def lora_a_grad(v, x, da):
     flops=lambda d: (
         2 * d["n"] * sum(o * r for o, r in zip(sizes(d, "o"), sizes(d, "r"), strict=True))
     ),
+    moved=_adapted,
 )
 def lora_b_grad(dy, u, db):
     """dB_i += dy_iᵀ u_i."""

@@ -3,7 +3,7 @@ dropout."""
 
 import numpy as np
 
-from krnl.plan.op import op, product
+from krnl.plan.op import Dims, op, product
 
 
 def sigmoid(x):
@@ -22,13 +22,18 @@ def silu_gradient(x):
     return s * (1.0 + x * (1.0 - s))
 
 
-@op("ids[n]:i32 table[v,c] live -> x[n,c]")
+def _taken(d: Dims, rows: str) -> int:
+    """Different rows that are read of a table of so many: as told, else one for each index."""
+    return int(d.get("taken", min(d["n"], d[rows])))
+
+
+@op("ids[n]:i32 table[v,c] live -> x[n,c]", moved=lambda d: {"table": _taken(d, "v") * d["c"]})
 def embedding(ids, table):
     """Rows of the table."""
     return table[ids]
 
 
-@op("x[t,c] index[n]:i32 live -> y[n,c]")
+@op("x[t,c] index[n]:i32 live -> y[n,c]", moved=lambda d: {"x": _taken(d, "t") * d["c"]})
 def gather_rows(x, index):
     """Row index[i] of x; zeros where index[i] is -1. With the inverse index it is its own
     backward."""
@@ -41,7 +46,7 @@ def cast(x):
     return x
 
 
-@op("-> +x[p]:f32")
+@op("-> +x[p]:f32", moved=lambda d: {"x": d["p"]})  # written, not read
 def zero(x):
     """Zeros."""
     return np.zeros_like(x)

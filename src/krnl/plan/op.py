@@ -29,7 +29,9 @@ import numpy as np
 from krnl.dtypes import BY_NAME, DType
 
 Size = int | tuple[int, ...]
-Dims = Mapping[str, Any]  # letter -> int, or a tuple for a group's letters
+# letter -> int, or a tuple for a group's letters; a word -> what only the data tell: how many pairs
+# of a query and a key are `visible`, how many different rows are `taken`
+Dims = Mapping[str, Any]
 LIVE = "live"
 ANY = "any"
 
@@ -72,7 +74,10 @@ def _parse(text: str) -> Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A signature, its reference, and how many floating-point operations it stands for."""
+    """A signature, its reference, how many floating-point operations it stands for, and how many
+    elements of its parameters it moves: `moved` names those of which that is not each one once,
+    twice where it is updated, and counts what is read and written, all members of a group
+    together. Where only the data tell, it is the most that can be."""
 
     name: str
     signature: str
@@ -81,6 +86,7 @@ class Op:
     attributes: tuple[str, ...]
     reference: Callable[..., Any]
     flops: Callable[[Dims], int]
+    moved: Callable[[Dims], Mapping[str, int]]
 
     @property
     def has_live(self) -> bool:
@@ -99,7 +105,9 @@ class Op:
 
 
 def op(
-    signature: str, flops: Callable[[Dims], int] = lambda d: 0
+    signature: str,
+    flops: Callable[[Dims], int] = lambda d: 0,
+    moved: Callable[[Dims], Mapping[str, int]] = lambda d: {},
 ) -> Callable[[Callable[..., Any]], Op]:
     """Decorator: makes an `Op` of a reference function. Keyword-only arguments become
     attributes."""
@@ -115,6 +123,7 @@ def op(
             attributes=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             reference=reference,
             flops=flops,
+            moved=moved,
         )
 
     return make

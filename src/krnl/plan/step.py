@@ -4,12 +4,13 @@ laziness."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from krnl.dtypes import DType
 from krnl.errors import PlanError
 from krnl.plan.buffer import Buffer, Kind
-from krnl.plan.op import LIVE, Op, Parameter, Size
+from krnl.plan.op import LIVE, Dims, Op, Parameter, Size
 
 Argument = Buffer | tuple[Buffer, ...] | None
 
@@ -26,6 +27,12 @@ class Call:
     dims: dict[str, Size]
     group: int
     label: str
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """Inputs and outputs by the names that the signature gives them."""
+        parameters = self.op.inputs + self.op.outputs
+        return {p.name: a for p, a in zip(parameters, self.inputs + self.outputs, strict=True)}
 
     def reads(self) -> Iterator[Buffer]:
         """Every buffer whose old contents matter."""
@@ -46,8 +53,26 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read and written at full capacity, each buffer once."""
-        return sum(b.nbytes for b in self.reads()) + sum(b.nbytes for b in self.writes())
+        """Bytes moved at full capacity."""
+        return self.bytes_moved(self.dims)
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """Bytes that have to be read and written at these sizes, scratch left out. Where only the
+        data tell which rows are needed, the most that can be, unless `dims` has their word."""
+        moved = self.op.moved(dims)
+        total = 0
+        for parameter, argument in zip(
+            self.op.inputs + self.op.outputs, self.inputs + self.outputs, strict=True
+        ):
+            buffers = members(argument)
+            if buffers and parameter.name in moved:
+                total += moved[parameter.name] * buffers[0].dtype.size
+                continue
+            times = 2 if parameter.updated else 1
+            for i, buffer in enumerate(buffers):
+                elements = prod(_size(dims, letter, i) for letter in parameter.letters)
+                total += times * elements * buffer.dtype.size
+        return total
 
 
 def members(argument: Argument) -> tuple[Buffer, ...]:
@@ -221,11 +246,11 @@ class Step:
         return tuple(new(i) for i in range(group)) if parameter.group else new(0)
 
 
-def _size(dims: dict[str, Size], letter: str, member: int) -> int:
+def _size(dims: Dims, letter: str, member: int) -> int:
     if letter.isdigit():
         return int(letter)
     size = dims[letter]
-    return size[member] if isinstance(size, tuple) else size
+    return int(size[member] if isinstance(size, tuple) else size)
 
 
 def _group_letters(op: Op) -> set[str]:

@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM as a wish that a run can heed between two updates."""
+"""Ctrl-C and SIGTERM as a wish that a run can heed between two updates, and signals that end a
+program as an exit that cleans up."""
 
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 
 @contextmanager
@@ -29,3 +30,27 @@ def stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as they do otherwise, but for that `with` blocks are left
+    first. One that is ignored stays so."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is threading.main_thread():
+        heard = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    else:
+        heard = []
+
+    def leave(number: int, frame: Any) -> NoReturn:
+        for other in heard:
+            signal.signal(other, signal.SIG_IGN)  # what is being left is left once
+        raise SystemExit(128 + number)
+
+    for number in heard:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)

@@ -2,16 +2,16 @@
 never do. The report has no figures for it."""
 
 from krnl.bench.command import Bench
-from krnl.bench.control import machine
 from krnl.bench.results import Entry, Result, timed
 from krnl.bench.workloads import HeadShape, attention_alone
+from krnl.devices import precision_name
 
 SHAPE = HeadShape()
 TOKENS = (512, 1024, 2048, 4096)
 QUICK_SHAPE, QUICK_TOKENS = HeadShape(heads=4, kv_heads=2, size=32), (64, 128)
 
 # How each backend computes attention. None has both ways so far.
-ROUTES = {"tiled": ("cpu",), "materialised": ("metal",)}
+ROUTES = {"tiled": ("cpu", "cuda"), "materialised": ("metal",)}
 PASSES = {"forward": False, "forward and backward": True}
 
 
@@ -26,9 +26,8 @@ def run(bench: Bench) -> Result:
                 work = attention_alone(backend, activation, shape, tokens, backward)
                 if tokens == sizes[0]:
                     work.check()  # in float64, all heads' scores at once: too large for more tokens
-                work.run()  # touches its memory
                 name = f"{route}, {tokens:,} tokens, {passes}"
-                contestants[name], flops[name] = work.run, work.flops
+                contestants[name], flops[name] = work.turn, work.flops
     measured = bench.gate.measure(contestants, bench.rounds)
     entries = [
         timed(
@@ -36,7 +35,8 @@ def run(bench: Bench) -> Result:
             name,
             "ms",
             lambda s: 1e3 * s,
-            note=f"{flops[name] / measured.median(name) / 1e9:,.0f} GFLOP/s of the visible half",
+            note="operations of the visible half",
+            flops=flops[name],
         )
         for name in contestants
     ]
@@ -45,5 +45,5 @@ def run(bench: Bench) -> Result:
             note = f"the {backend.name} backend has no {route} attention"
             entries.append(Entry(route, None, "ms", note=note))
     heads = f"{shape.heads} heads of {shape.size}, {shape.kv_heads} of keys"
-    title = f"Causal attention in {activation}: {heads}"
-    return Result("attention", title, machine(backend), measured, tuple(entries))
+    title = f"Causal attention in {precision_name(activation)}: {heads}"
+    return bench.result("attention", title, measured, entries)

@@ -1,10 +1,12 @@
 """Section 2 of the report: the three products of a training step, beside the platform's library."""
 
 from krnl.backends.base import Backend
+from krnl.bench.blas import blas_name
 from krnl.bench.command import Bench
-from krnl.bench.lines import GFLOPS, PEOPLE, Line, experiment, measure, sized, square
-from krnl.bench.products import BlasProduct, Product, blas_name
-from krnl.bench.results import Result
+from krnl.bench.product_table import GFLOPS, SIZE, Line, experiment, measure, sized, square
+from krnl.bench.products import BlasProduct, Product
+from krnl.bench.results import Result, comparable
+from krnl.devices import precision_name
 from krnl.dtypes import F32
 from krnl.kernels.metal.variants import BY_NAME
 
@@ -27,11 +29,12 @@ def _layout(backend: Backend, layout: str, size: int) -> list[Line]:
     """The report's kernel, KRNL's in each of its types, and the libraries."""
     sizes = (size, size, size)
     blas = f"{layout}, fp32, {blas_name()} on the CPU"
+    mps = comparable(MPS[layout], (SIZE,), (size,))
     return [
         experiment(backend, BY_NAME[layout], f"{layout}, fp16, the report's kernel", *sizes),
         *(
             Line(
-                f"{layout}, {PEOPLE[dtype]}",
+                f"{layout}, {precision_name(dtype)}",
                 Product(layout, *sizes, dtype, dtype),
                 note="added to a sum in fp32" if layout == "tn" else "",
                 against=blas if dtype is F32 else "",
@@ -39,5 +42,5 @@ def _layout(backend: Backend, layout: str, size: int) -> list[Line]:
             for dtype in backend.limits.activations
         ),
         Line(blas, BlasProduct(layout, *sizes), note="NumPy's library"),
-        Line(f"{layout}, fp16, MPSMatrixMultiplication", None, MPS[layout], NOT_YET),
+        Line(f"{layout}, fp16, MPSMatrixMultiplication", None, mps, NOT_YET),
     ]

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from krnl.backends.cpu import CpuBackend
 from krnl.bench.command import Bench
-from krnl.bench.control import machine
+from krnl.bench.control import with_cpu
 from krnl.bench.gate import Measurement
 from krnl.bench.products import Product
-from krnl.bench.results import Entry, Result, timed
+from krnl.bench.results import Entry, Result, comparable, timed
 from krnl.bench.workloads import BlockShape
-from krnl.dtypes import F32
+from krnl.dtypes import F16, F32
 
 SQUARE, QUICK_SQUARE = 2048, 256
 FULL, QUICK = BlockShape(), BlockShape(tokens=64, width=256, ffn=512)
 TILE = 32  # rows; a share of the rows is rounded to whole tiles
-# GF/s of the report.
+# GF/s of the report, the GPU in fp16.
 REPORTED = {
     "GPU alone": 3097.0,
     "GPU beside the CPU": 2965.0,
@@ -25,6 +25,7 @@ REPORTED = {
 }
 REPORTED_TOTAL = 4675.0
 REPORTED_SHARES = {"forward": 0.77, "backward": 0.60}
+REPORTED_ROWS = {"forward": 384, "backward": 320}
 
 
 def cpu_share(cpu: float, gpu: float, other: float) -> float:
@@ -71,28 +72,39 @@ def run(bench: Bench) -> Result:
     if bench.backend.name == "cpu":
         note = "there is one engine here, the CPU; this table needs a GPU beside it"
         entries = [
-            Entry(name, None, "GFLOP/s", reported=figure, note=note)
-            for name, figure in {**REPORTED, "total at once": REPORTED_TOTAL}.items()
+            *(Entry(name, None, "GFLOP/s", note=note) for name in (*REPORTED, "total at once")),
+            *(Entry(_share_of(part), None, "of 1", note=note) for part in REPORTED_SHARES),
         ]
-        for part, share in REPORTED_SHARES.items():
-            name = f"CPU's share of the rows, {part}"
-            entries.append(Entry(name, None, "of 1", reported=share, note=note))
-        return Result("hetero", title, machine(bench.backend), None, tuple(entries))
-    measured = bench.gate.measure(contestants(bench), bench.rounds)
+        return bench.result("hetero", title, None, entries)
+    gate = with_cpu(bench.gate, bench.backend)
+    measured = gate.measure(contestants(bench), bench.rounds)
     size = QUICK_SQUARE if bench.quick else SQUARE
     flops = 2 * size**3
     entries = [
-        timed(measured, name, "GFLOP/s", lambda s: flops / s / 1e9, reported=figure)
+        timed(
+            measured,
+            name,
+            "GFLOP/s",
+            lambda s: flops / s / 1e9,
+            reported=reported(bench, figure),
+        )
         for name, figure in REPORTED.items()
     ]
     both = sum(flops / measured.median(f"{a} beside the {b}") for a, b in ENGINES) / 1e9
     gpu = flops / measured.median("GPU alone") / 1e9
+    total = reported(bench, REPORTED_TOTAL)
     entries.append(
-        Entry("total at once", both, "GFLOP/s", None, REPORTED_TOTAL, "the GPU alone", both / gpu)
+        Entry("total at once", both, "GFLOP/s", None, total, "the GPU alone", both / gpu)
     )
-    rows = (QUICK if bench.quick else FULL).tokens
-    entries += [_share(measured, part, rows) for part in REPORTED_SHARES]
-    return Result("hetero", title, machine(bench.backend), measured, tuple(entries))
+    entries += [entry for part in REPORTED_SHARES for entry in _division(bench, measured, part)]
+    return bench.result("hetero", title, measured, entries)
+
+
+def reported(bench: Bench, figure: float) -> float | None:
+    """A figure of the report, where sizes and the GPU's type are the report's."""
+    size, block = (QUICK_SQUARE, QUICK) if bench.quick else (SQUARE, FULL)
+    half = bench.backend.limits.activations[0]
+    return comparable(figure, (SQUARE, FULL, F16), (size, block, half))
 
 
 ENGINES = (("GPU", "CPU"), ("CPU", "GPU"))
@@ -122,14 +134,31 @@ def contestants(bench: Bench) -> dict[str, Callable[[], float]]:
     return made
 
 
-def _share(measured: Measurement, part: str, rows: int) -> Entry:
-    """p from the times of one product. What the GPU does beside it is the other of the pair, gate
-    for up, which is as large."""
-    cpu, gpu = measured.median(f"{part}, CPU"), measured.median(f"{part}, GPU")
-    share = cpu_share(cpu, gpu, gpu)
-    note = (
-        f"{cpu_rows(share, rows)} of {rows} rows: {1e3 * cpu:.2f} ms on the CPU, "
-        f"{1e3 * gpu:.2f} on the GPU, which does another like it meanwhile"
-    )
-    name = f"CPU's share of the rows, {part}"
-    return Entry(name, share, "of 1", reported=REPORTED_SHARES[part], note=note)
+def _share_of(part: str) -> str:
+    return f"CPU's share of the rows, {part}"
+
+
+def _division(bench: Bench, measured: Measurement, part: str) -> list[Entry]:
+    """One product on each engine, and p from their times. What the GPU does beside it is the other
+    of the pair, gate for up, which is as large."""
+    engines = [
+        timed(measured, f"{part}, {engine}", "ms", lambda s: 1e3 * s) for engine in ("CPU", "GPU")
+    ]
+    cpu, gpu = (measured.median(entry.name) for entry in engines)
+    share, rows = cpu_share(cpu, gpu, gpu), (QUICK if bench.quick else FULL).tokens
+    return [
+        *engines,
+        Entry(
+            _share_of(part),
+            share,
+            "of 1",
+            reported=reported(bench, REPORTED_SHARES[part]),
+            note="the GPU does another like it meanwhile",
+        ),
+        Entry(
+            f"CPU's rows of {rows}, {part}",
+            cpu_rows(share, rows),
+            "rows",
+            reported=reported(bench, REPORTED_ROWS[part]),
+        ),
+    ]

@@ -1,11 +1,10 @@
 """What the report names as its next step: a whole decoder layer, attention included."""
 
-from krnl.bench.baselines import PRECISIONS
 from krnl.bench.command import Bench
-from krnl.bench.control import machine
 from krnl.bench.results import Result, timed
 from krnl.bench.shapes import SHAPES
 from krnl.bench.workloads import decoder_layer
+from krnl.devices import precision_name
 from krnl.models.config import parse
 
 MODEL, RANK = "llama-3.2-1b", 32
@@ -32,21 +31,20 @@ def run(bench: Bench) -> Result:
         layer = decoder_layer(bench.backend, activation, config, tokens, RANK)
         if tokens == sizes[0]:
             layer.check()  # in float64, all heads' scores at once: too large for more tokens
-        layer.run()  # touches its memory
-        name = f"{tokens:,} tokens, {PRECISIONS[activation.name]}"
-        contestants[name], flops[name] = layer.run, layer.flops
+        name = f"{tokens:,} tokens, {precision_name(activation)}"
+        contestants[name], flops[name] = layer.turn, layer.flops
     measured = bench.gate.measure(contestants, bench.rounds)
-    entries = tuple(
+    entries = [
         timed(
             measured,
             name,
             "ms",
             lambda s: 1e3 * s,
-            note=f"{flops[name] / measured.median(name) / 1e9:,.0f} GFLOP/s",
+            flops=flops[name],
         )
         for name in contestants
-    )
+    ]
     title = f"A decoder layer of {MODEL}, forward and backward, rank {RANK} on every linear layer"
     if bench.quick:
         title += ", shrunk"
-    return Result("layer", title, machine(bench.backend), measured, entries)
+    return bench.result("layer", title, measured, entries)

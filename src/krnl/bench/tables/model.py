@@ -2,118 +2,211 @@
 
 import math
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from krnl.bench.baselines import PRECISIONS, Worker, script, title, variants
+from krnl.bench.baselines import (
+    NUMBER,
+    Keys,
+    Setting,
+    Worker,
+    check_agreement,
+    script,
+    settings,
+    tools,
+)
 from krnl.bench.command import Bench
-from krnl.bench.control import machine
-from krnl.bench.results import Entry, Result, timed
+from krnl.bench.results import Result, memory, timed
 from krnl.bench.shapes import SHAPES, write
-from krnl.bench.trainer import Trainer
-from krnl.errors import BackendError
+from krnl.bench.trainer import Rows, Trainer, Update
+from krnl.bench.workloads import warmed
+from krnl.devices import precision_name
+from krnl.dtypes import BF16, F16, F32, DType
+from krnl.errors import BackendError, ConfigError
+from krnl.formats.files import read_json
+from krnl.models.config import parse
 
 MODELS, ROWS, LENGTH = ("smollm2-135m", "qwen2.5-0.5b"), 4, 256
-QUICK_SIZES = {"num_hidden_layers": 2, "vocab_size": 512}
-SCRIPTS = {"torch": "peft_model.py", "mlx": "peers/work_mlx.py"}
-NAMES = {"torch": "peft"}
-# All train the same random weights, on random tokens of their own: the first loss is the logarithm
-# of the vocabulary or a little more, whatever the tokens.
-LOSS = 0.05
+MOST_TOKENS = 2**24  # that a pass may have
+QUICK_SIZES, QUICK_ROWS, QUICK_LENGTH = {"num_hidden_layers": 2, "vocab_size": 512}, 2, 32
+SCRIPTS = {"torch": "peft_model.py", "mlx": "mlx_model.py"}
+NAMES = {"torch": "peft", "mlx": "mlx-lm"}
+SAID: Keys = {"loss": NUMBER, "norm": NUMBER}  # by these scripts, of every step
 
 
 @dataclass
-class Contestant:
-    """`step` does one update: seconds, loss, peak bytes."""
+class Turns:
+    """`turn` does an update that nobody times and one that counts; seconds and bytes of it. The
+    most bytes are kept."""
 
-    step: Callable[[], tuple[float, float, int]]
+    turn: Callable[[], tuple[float, int]]
     peak: int = 0
 
     def run(self) -> float:
-        seconds, _, self.peak = self.step()
+        seconds, peak = self.turn()
+        self.peak = max(self.peak, peak)
         return seconds
 
 
 def run(bench: Bench) -> Result:
-    rows, length = (2, 32) if bench.quick else (ROWS, LENGTH)
-    precision = PRECISIONS[bench.backend.limits.activations[0].name]
-    taking_part: dict[str, Contestant] = {}
+    rows = Rows(
+        bench.rows or (QUICK_ROWS if bench.quick else ROWS),
+        bench.length or (QUICK_LENGTH if bench.quick else LENGTH),
+        bench.chat,
+    )
+    activation = bench.backend.limits.activations[0]
+    # 16 bits of PyTorch and MLX are bf16: without a loss scale, gradients in fp16 vanish.
+    theirs = BF16 if activation is F16 else activation
+    wanted = {p: settings(p, bench.backend, theirs, bench.variants) for p in bench.against}
+    contestants: dict[str, Turns] = {}
     krnls: dict[str, str] = {}
+    peers: list[tuple[str, Worker]] = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="krnl-bench-")))
-        for model in MODELS[:1] if bench.quick else MODELS:
-            write(SHAPES[model] | (QUICK_SIZES if bench.quick else {}), model, folder / model)
-            ours = f"{model}, krnl {precision}"
-            started = {ours: _krnl(stack, bench, folder / model, precision, rows, length)}
+        for model, folder in stack.enter_context(checkpoints(bench, rows)).items():
+            ours = f"{model}, krnl {precision_name(activation)}"
+            trainer = Trainer(folder, bench.backend.name, precision_name(activation), rows)
+            stack.enter_context(trainer)
+            updates = trainer.first, trainer.ask()
+            check_finite(ours, updates)
+            contestants[ours], krnls[ours] = Turns(_krnl_turn(trainer)), ours
             for peer, python in bench.against.items():
-                given = ["--model", str(folder / model), "--rows", str(rows)]
-                given += ["--length", str(length)]
-                started |= {
-                    f"{model}, {name}": contestant
-                    for name, contestant in _peers(stack, bench, peer, python, given).items()
-                }
-            _check_losses({name: contestant.step()[1] for name, contestant in started.items()})
-            taking_part |= started
-            krnls |= dict.fromkeys(started, ours)
-        measured = bench.gate.measure({n: c.run for n, c in taking_part.items()}, bench.rounds)
-    tokens = rows * length
+                for setting in wanted[peer]:
+                    name = f"{model}, {setting.title(NAMES[peer])}"
+                    path = script(SCRIPTS[peer])
+                    given = arguments(folder, rows)
+                    worker = setting.start(python, path, given, bench.backend, SAID, SAID)
+                    stack.enter_context(worker)
+                    check_updates(name, setting, worker, updates, activation)
+                    contestants[name], krnls[name] = Turns(_peer_turn(worker)), ours
+                    peers.append((NAMES[peer], worker))
+        turns = {name: contestant.run for name, contestant in contestants.items()}
+        measured = bench.gate.measure(turns, bench.rounds)
+    tokens = rows.tokens
+    where: Literal["host", "device"] = "host" if bench.backend.name == "cpu" else "device"
     entries = []
-    for name, contestant in taking_part.items():
+    for name, contestant in contestants.items():
         ours = krnls[name]
-        ratio = measured.median(ours) / measured.median(name)
         speed = timed(
             measured,
             name,
             "tokens/s",
             lambda s: tokens / s,
             note="" if name == ours else f"times as fast as {ours}",
-            ratio=None if name == ours else ratio,
+            ratio=None if name == ours else measured.median(ours) / measured.median(name),
         )
-        peak = Entry(f"{name}, memory", contestant.peak / 2**20, "MiB", note="of the process")
-        entries += [speed, peak]
-    shrunk = ", shrunk" if bench.quick else ""
-    return Result(
-        "model",
-        f"Training updates of {rows} × {length} tokens, rank 16 on all linear layers{shrunk}",
-        machine(bench.backend),
-        measured,
-        tuple(entries),
-    )
+        entries += [speed, memory(name, where, contestant.peak)]
+    shrunk = ", shrunk" if bench.quick and (bench.model is None or bench.model in SHAPES) else ""
+    title = f"Training updates of {rows}, rank 16 on all linear layers{shrunk}"
+    return bench.result("model", title, measured, entries, tools(peers))
 
 
-def _krnl(
-    stack: ExitStack, bench: Bench, folder: Path, precision: str, rows: int, length: int
-) -> Contestant:
-    trainer = stack.enter_context(Trainer(folder, bench.backend.name, precision, rows, length))
-
-    def step() -> tuple[float, float, int]:
-        update = trainer.ask()
-        return update.seconds, update.loss, update.peak
-
-    return Contestant(step)
-
-
-def _peers(
-    stack: ExitStack, bench: Bench, peer: str, python: str, given: list[str]
-) -> dict[str, Contestant]:
-    """A contestant for each precision in which the peer trains."""
-    device = "cpu" if bench.backend.name == "cpu" else "gpu"
-    started = {}
-    for base, adapters in variants(peer, bench.backend, bench.backend.limits.activations[0]):
-        options = [*given, "--precision", base, "--adapters", adapters, "--device", device]
-        worker = stack.enter_context(Worker(python, script(SCRIPTS[peer]), options))
-        started[title(NAMES.get(peer, peer), base, adapters)] = Contestant(worker.update)
-    return started
-
-
-def _check_losses(losses: dict[str, float]) -> None:
-    """BackendError where one is not a number or away from the others: it trains something else."""
-    first, *_ = losses.values()
-    for name, loss in losses.items():
-        if not math.isfinite(loss) or abs(loss / first - 1) > LOSS:
-            raise BackendError(
-                f"{name} has loss {loss:.4g} where the others have {first:.4g}, so it trains "
-                "something else. They are not compared."
+@contextmanager
+def checkpoints(bench: Bench, rows: Rows) -> Iterator[dict[str, Path]]:
+    """The folders of what is trained, by name. Those with random weights are written here, and gone
+    when the block ends. ConfigError for a model that is neither a shape nor a folder, and for rows
+    that are too many or too long."""
+    if bench.model is not None and bench.model not in SHAPES:
+        folder = Path(bench.model).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model is '{bench.model}', which is no folder with a config.json, and none of "
+                f"{', '.join(SHAPES)}."
             )
+        name = folder.resolve().name
+        check_rows(rows, name, read_json(folder / "config.json"))
+        yield {name: folder}
+        return
+    names = MODELS if bench.model is None else (bench.model,)
+    names = names[:1] if bench.quick else names
+    for name in names:
+        check_rows(rows, name, SHAPES[name])
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="krnl-bench-")
+    except OSError as error:
+        raise ConfigError(
+            f"There is no folder for random weights: {error.strerror or error}. Set TMPDIR to one "
+            "that can be written."
+        ) from error
+    with temporary as made:
+        found = {}
+        for name in names:
+            found[name] = Path(made) / name
+            write(SHAPES[name] | (QUICK_SIZES if bench.quick else {}), name, found[name])
+        yield found
+
+
+def check_rows(rows: Rows, name: str, config: dict[str, Any]) -> None:
+    """ConfigError for rows that no pass holds, or that a model has no positions for."""
+    if rows.count * rows.length >= MOST_TOKENS:
+        raise ConfigError(
+            f"rows is {rows.count:,} and length is {rows.length:,}, and a pass holds fewer than "
+            f"{MOST_TOKENS:,} tokens."
+        )
+    positions = parse(config, name).max_positions
+    if rows.length > positions:
+        raise ConfigError(
+            f"length is {rows.length:,}, and {name} has no more than {positions:,} positions."
+        )
+
+
+def arguments(folder: Path, rows: Rows) -> list[str]:
+    """For bench/peft_model.py and bench/mlx_model.py."""
+    given = ["--model", str(folder), "--rows", str(rows.count), "--length", str(rows.length)]
+    return given + ["--chat"] * rows.chat
+
+
+def check_finite(name: str, updates: tuple[Update, ...]) -> None:
+    """BackendError where a loss or a norm is no number."""
+    for number, update in enumerate(updates, 1):
+        if not (math.isfinite(update.loss) and math.isfinite(update.norm)):
+            raise BackendError(
+                f"{name}: update {number} has loss {update.loss} and a gradient of norm "
+                f"{update.norm}. It is not measured."
+            )
+
+
+def check_updates(
+    name: str,
+    setting: Setting,
+    worker: Worker,
+    ours: tuple[Update, Update],
+    activation: DType,
+) -> None:
+    """BackendError where a peer's first two updates are not KRNL's: same weights, rows and first
+    adapters. Updates of 16-bit adapters are rounded away for the most part, so the second loss is
+    then their own."""
+    loss, norm = allowed(activation)
+    first, second = ours
+    check_agreement(name, "the loss of update 1", worker.hello["loss"], first.loss, loss)
+    check_agreement(name, "the norm of its gradient", worker.hello["norm"], first.norm, norm)
+    if setting.adapters == "fp32":
+        theirs = worker.ask()["loss"]
+        check_agreement(name, "the loss of update 2", theirs, second.loss, loss)
+
+
+def allowed(activation: DType) -> tuple[float, float]:
+    """How far losses, and norms of the gradient, may be apart for rounding: shares. In 16 bits
+    layers round to different sides; the mean over all tokens evens most of it out, the norm less.
+    In fp32 nothing but the order of sums differs."""
+    if activation is F32:
+        return 1e-4, 1e-3
+    return BF16.eps / 2, 4 * BF16.eps
+
+
+def _krnl_turn(trainer: Trainer) -> Callable[[], tuple[float, int]]:
+    def turn() -> tuple[float, int]:
+        update = warmed(trainer.ask)
+        return update.seconds, update.peak
+
+    return turn
+
+
+def _peer_turn(worker: Worker) -> Callable[[], tuple[float, int]]:
+    def turn() -> tuple[float, int]:
+        answer = worker.turn()
+        return float(answer["seconds"]), int(answer["peak"])
+
+    return turn

@@ -2,9 +2,10 @@
 
 from krnl.backends.base import Backend
 from krnl.bench.command import Bench
-from krnl.bench.lines import GFLOPS, PEOPLE, Line, experiment, experiments, measure, sized, square
+from krnl.bench.product_table import GFLOPS, Line, experiment, experiments, measure, sized, square
 from krnl.bench.products import Product
 from krnl.bench.results import Result
+from krnl.devices import precision_name
 from krnl.dtypes import BF16, F16, F32
 from krnl.kernels.metal.variants import BY_NAME
 
@@ -24,12 +25,9 @@ def lines(backend: Backend, size: int) -> list[Line]:
 
 def _padded(backend: Backend, size: int) -> list[Line]:
     """The report gives no figures for these: no change at all, it says."""
-    made = []
-    for name in PADDED:
-        variant, k = BY_NAME[name], size + PADDING
-        line = experiment(backend, variant, f"{variant.title}, k = {k}", size, size, k)
-        made.append(Line(line.name, line.work, note=line.note))
-    return made
+    k = size + PADDING
+    variants = [BY_NAME[name] for name in PADDED]
+    return [experiment(backend, v, f"{v.title}, k = {k}", size, size, k) for v in variants]
 
 
 def _engine(backend: Backend, size: int) -> list[Line]:
@@ -37,7 +35,8 @@ def _engine(backend: Backend, size: int) -> list[Line]:
     activation = backend.limits.activations[0]
     products = [Product("nt", size, size, size, activation, weight) for weight in (F32, BF16, F16)]
     products.append(Product("nt", size, size, size + PADDING, activation, activation))
+    ours = precision_name(activation)
     return [
-        Line(f"KRNL, {PEOPLE[p.activation]} activations, {PEOPLE[p.weight]} weights, k = {p.k}", p)
+        Line(f"KRNL, {ours} activations, {precision_name(p.weight)} weights, k = {p.k}", p)
         for p in products
     ]

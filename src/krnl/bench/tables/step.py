@@ -1,13 +1,22 @@
 """Section 6: one step of the report's MLP block, forward and backward with the gradient at its
 input, beside MLX and PyTorch."""
 
+import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 
-from krnl.bench.baselines import PRECISIONS, Worker, check_agreement, script, title, variants
+from krnl.bench.baselines import (
+    AGREEMENT,
+    Worker,
+    check_agreement,
+    script,
+    settings,
+    tools,
+)
 from krnl.bench.command import Bench
-from krnl.bench.control import machine
-from krnl.bench.results import Result, timed
+from krnl.bench.results import Result, comparable, timed
 from krnl.bench.workloads import BlockShape, mlp_block
+from krnl.devices import precision_name
 
 FULL = BlockShape()
 QUICK = BlockShape(tokens=64, width=512, ffn=1408, rank=8)
@@ -18,57 +27,66 @@ REPORTED = {"krnl": 24.89, "mlx": 18.51}
 def run(bench: Bench) -> Result:
     shape = QUICK if bench.quick else FULL
     activation = bench.backend.limits.activations[0]
-    precision = PRECISIONS[activation.name]
+    precision = precision_name(activation)
     ours = f"krnl {precision}"
     block = mlp_block(bench.backend, activation, shape)
     block.check()
-    contestants = {ours: block.run}
-    peers: dict[str, str] = {}
+    contestants = {ours: block.turn}
+    figures = {ours: reported("krnl", shape, precision)}
+    peers: list[tuple[str, Worker]] = []
     with ExitStack() as stack:
         for peer, python in bench.against.items():
-            for base, adapters in variants(peer, bench.backend, activation):
-                name = title(peer, base, adapters)
-                given = arguments(shape, base, adapters, bench.backend.name)
-                worker = stack.enter_context(Worker(python, script(f"{peer}_block.py"), given))
-                check_agreement(name, worker.hello["norms"], block.norms())
+            path = script(f"{peer}_block.py")
+            for setting in settings(peer, bench.backend, activation, bench.variants):
+                name = setting.title(peer)
+                given = arguments(shape)
+                worker = setting.start(python, path, given, bench.backend, first={"norms": dict})
+                stack.enter_context(worker)
+                check_norms(name, worker.hello["norms"], block.norms())
                 contestants[name] = worker.seconds
-                peers[name] = peer
+                figures[name] = reported(peer, shape, setting.precision)
+                peers.append((peer, worker))
         measured = bench.gate.measure(contestants, bench.rounds)
     seconds = measured.median(ours)
     entries = []
     for name in contestants:
-        rate = f"{shape.flops / measured.median(name) / 1e9:,.0f} GFLOP/s"
-        peer = peers.get(name, "krnl")
         entries.append(
             timed(
                 measured,
                 name,
                 "ms",
                 lambda s: 1e3 * s,
-                reported=None if bench.quick else REPORTED.get(peer),
+                reported=figures[name],
                 ratio=None if name == ours else seconds / measured.median(name),
-                note=rate if name == ours else f"{rate}; times as fast as {ours}",
+                note="" if name == ours else f"times as fast as {ours}",
+                flops=shape.flops,
             )
         )
     sizes = f"{shape.tokens} tokens, {shape.width} to {shape.ffn}, rank {shape.rank}"
-    return Result(
+    return bench.result(
         "step",
         f"An MLP block, forward and backward: {sizes}, {shape.flops / 1e9:.1f} GFLOP",
-        machine(bench.backend),
         measured,
-        tuple(entries),
+        entries,
+        tools(peers),
     )
 
 
-def arguments(shape: BlockShape, precision: str, adapters: str, backend: str) -> list[str]:
+def reported(contestant: str, shape: BlockShape, precision: str) -> float | None:
+    """The report's ms of KRNL or MLX, where size and type are the report's."""
+    return comparable(REPORTED.get(contestant), (BlockShape(), "fp16"), (shape, precision))
+
+
+def check_norms(name: str, theirs: Mapping[str, float], ours: Mapping[str, float]) -> None:
+    """BackendError where a peer's gradients have other norms."""
+    for result, norm in ours.items():
+        said = theirs.get(result, math.nan)
+        check_agreement(name, f"the norm of {result}", said, norm, AGREEMENT)
+
+
+def arguments(shape: BlockShape) -> list[str]:
     """For bench/torch_block.py and bench/mlx_block.py."""
     sizes = {
-        "tokens": shape.tokens,
-        "width": shape.width,
-        "ffn": shape.ffn,
-        "rank": shape.rank,
-        "precision": precision,
-        "adapters": adapters,
-        "device": "cpu" if backend == "cpu" else "gpu",
-    }
+        "tokens": shape.tokens, "width": shape.width, "ffn": shape.ffn, "rank": shape.rank,
+    }  # fmt: skip
     return [text for name, value in sizes.items() for text in (f"--{name}", str(value))]

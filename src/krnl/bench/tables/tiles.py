@@ -2,7 +2,7 @@
 
 from krnl.backends.base import Backend
 from krnl.bench.command import Bench
-from krnl.bench.lines import GFLOPS, Line, experiments, measure, sized, square
+from krnl.bench.product_table import GFLOPS, Line, experiments, measure, sized, square
 from krnl.bench.results import Result
 
 

@@ -1,10 +1,12 @@
 """Section 1 of the report: how fast a product is in each element type."""
 
 from krnl.backends.base import Backend
+from krnl.bench.blas import blas_name
 from krnl.bench.command import Bench
-from krnl.bench.lines import GFLOPS, PEOPLE, Line, experiments, measure, sized, square
-from krnl.bench.products import BlasProduct, Product, blas_name
-from krnl.bench.results import Result
+from krnl.bench.product_table import GFLOPS, SIZE, Line, experiments, measure, sized, square
+from krnl.bench.products import BlasProduct, Product
+from krnl.bench.results import Result, comparable
+from krnl.devices import precision_name
 from krnl.dtypes import BF16, F16, F32
 
 ACCELERATE = 1588  # GF/s in fp32, on the report's machine
@@ -24,7 +26,7 @@ def _engine(backend: Backend, size: int) -> list[Line]:
     """Activations and weights of every type, as KRNL multiplies them going forward."""
     return [
         Line(
-            f"nt, {PEOPLE[activation]} activations, {PEOPLE[weight]} weights",
+            f"nt, {precision_name(activation)} activations, {precision_name(weight)} weights",
             Product("nt", size, size, size, activation, weight),
         )
         for activation in backend.limits.activations
@@ -35,4 +37,5 @@ def _engine(backend: Backend, size: int) -> list[Line]:
 def _library(size: int) -> Line:
     note = "NumPy's library; the report has Accelerate"
     product = BlasProduct("nn", size, size, size)
-    return Line(f"nn, fp32, {blas_name()} on the CPU", product, ACCELERATE, note)
+    reported = comparable(ACCELERATE, (SIZE,), (size,))
+    return Line(f"nn, fp32, {blas_name()} on the CPU", product, reported, note)

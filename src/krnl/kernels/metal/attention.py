@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from krnl.dtypes import F32, DType
-from krnl.kernels.launch import GpuRow, Launch
-from krnl.kernels.metal.sizes import LANES, TILE, VECTOR, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
+from krnl.kernels.metal.sizes import TILE, VECTOR
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
@@ -152,8 +152,10 @@ class _Launches:
             HAS_SPANS: spans,
             HAS_CARRIED: carried,
         }
-        name = f"attention_{function}_{self._dtype}"
-        self.launches.append(Launch("attention", name, arguments, groups, threads, constants))
+        name, types = f"attention_{function}", (self._dtype,)
+        self.launches.append(
+            Launch("attention", name, arguments, groups, threads, types, constants)
+        )
 
 
 def _forward_parts(call: Call) -> list[Part]:

@@ -1,0 +1,81 @@
+"""Training updates with mlx-lm: its own layers, loss and compiled step. In any environment that has
+mlx and mlx-lm, on a checkpoint folder:
+
+    python bench/mlx_model.py --model FOLDER --steps 10
+
+On a CPU its 16-bit products are slower than float32."""
+
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import mlx_worker
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model
+from mlx_worker import DEVICES, PRECISIONS
+from protocol import serve
+from training import (
+    ALPHA,
+    BETAS,
+    CLIP,
+    EPS,
+    RANK,
+    RATE,
+    WEIGHT_DECAY,
+    adapter,
+    arguments,
+    batch,
+)
+
+options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
+mlx_worker.use_device(options.device)
+base = PRECISIONS[options.precision]
+trained = mx.float32 if options.adapters == "fp32" else base
+model, _ = load_model(Path(options.model))
+model.set_dtype(base)
+model.freeze()
+scale = {"rank": RANK, "scale": ALPHA / RANK, "dropout": 0.0}
+linear_to_lora_layers(model, len(model.layers), scale)
+for path, layer in model.named_modules():
+    if isinstance(layer, LoRALinear):
+        a, b = adapter(path, layer.lora_b.shape[1], layer.lora_a.shape[0])
+        layer.lora_a, layer.lora_b = (mx.array(m.T).astype(trained) for m in (a, b))
+model.train()
+optimizer = optim.AdamW(RATE, list(BETAS), EPS, WEIGHT_DECAY, bias_correction=True)
+rows = batch(model.args.vocab_size, options.rows, options.length, options.chat)
+ids = np.zeros((len(rows), max(len(ids) for ids, _ in rows)), np.int32)
+for i, (row, _) in enumerate(rows):
+    ids[i, : len(row)] = row
+# The loss counts what is from the first to the last of these, both included.
+reaches = [[int(np.argmax(labels != -100)), len(row) - 1] for row, labels in rows]
+lengths, tokens = mx.array(reaches), mx.array(ids)
+differentiate = nn.value_and_grad(model, default_loss)
+state = [model.state, optimizer.state, mx.random.state]
+
+
+@partial(mx.compile, inputs=state, outputs=state)
+def update(tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+    (loss, _), gradients = differentiate(model, tokens, lengths)
+    gradients, norm = optim.clip_grad_norm(gradients, CLIP)
+    optimizer.update(model, gradients)
+    return loss, norm
+
+
+def step() -> dict[str, float]:
+    loss, norm = update(tokens, lengths)
+    mx.eval(state, loss, norm)
+    return {"loss": float(loss), "norm": float(norm)}
+
+
+serve(
+    options,
+    step,
+    ("mlx", "mlx-lm"),
+    mlx_worker.threads,
+    lambda: mlx_worker.peak(options.device),
+)

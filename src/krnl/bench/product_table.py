@@ -1,0 +1,97 @@
+"""Tables of products: each line is something to time, or says by name why it cannot run here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from krnl.backends.base import Backend
+from krnl.backends.cpu import CpuBackend
+from krnl.bench.blas import blas_with_threads
+from krnl.bench.command import Bench
+from krnl.bench.control import with_cpu
+from krnl.bench.gate import Measurement
+from krnl.bench.products import BlasProduct, Experiment, Work
+from krnl.bench.results import Entry, Result, Tool, comparable, timed
+from krnl.kernels.metal.variants import VARIANTS, Variant
+
+SIZE, QUICK_SIZE = 2048, 512  # m, n and k of a square product; the report's figures are for SIZE
+GFLOPS, MS = "GFLOP/s", "ms"
+
+
+@dataclass(frozen=True)
+class Line:
+    """`work` None: it cannot run here, and `note` says why. `against` names the line that this one
+    is compared with."""
+
+    name: str
+    work: Work | None
+    reported: float | None = None
+    note: str = ""
+    against: str = ""
+
+
+def square(quick: bool) -> int:
+    return QUICK_SIZE if quick else SIZE
+
+
+def sized(title: str, size: int) -> str:
+    """The title of a table of square products."""
+    other = "" if size == SIZE else f", where the report has {SIZE}"
+    return f"{title}; m = n = k = {size}{other}"
+
+
+def experiments(backend: Backend, section: int, size: int) -> list[Line]:
+    """The kernels that a section of the report is about."""
+    return [
+        experiment(backend, variant, variant.title, size, size, size)
+        for variant in VARIANTS
+        if variant.section == section
+    ]
+
+
+def experiment(backend: Backend, variant: Variant, name: str, m: int, n: int, k: int) -> Line:
+    """One of the report's kernels, which are Metal's. Its figure there is that of SIZE."""
+    reported = comparable(variant.reported, (SIZE, SIZE, SIZE), (m, n, k))
+    if backend.name != "metal":
+        note = f"{variant.function} is a Metal kernel: --device metal"
+        return Line(name, None, reported, note)
+    work = Experiment(variant, m, n, k)
+    most = work.most_threads(backend)
+    note = "" if most is None else f"at most {most} threads in a threadgroup"
+    return Line(name, work, reported, note)
+
+
+def measure(bench: Bench, command: str, title: str, unit: str, lines: Sequence[Line]) -> Result:
+    """Checks every product, then times them in turn, round by round."""
+    works = {line.name: line.work for line in lines if line.work is not None}
+    contestants = {name: work.prepare(bench.backend) for name, work in works.items()}
+    gate = bench.gate
+    tools: list[Tool] = []
+    if any(isinstance(work, BlasProduct) for work in works.values()):  # they are the CPU's
+        gate = with_cpu(gate, bench.backend)
+        tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
+    measurement = gate.measure(contestants, bench.rounds) if contestants else None
+    entries = [_entry(line, unit, works, measurement) for line in lines]
+    return bench.result(command, title, measurement, entries, tools)
+
+
+def _cpu(backend: Backend) -> Backend:
+    return backend if backend.name == "cpu" else CpuBackend()
+
+
+def _entry(line: Line, unit: str, works: dict[str, Work], measurement: Measurement | None) -> Entry:
+    if line.work is None or measurement is None:
+        return Entry(line.name, None, unit, reported=line.reported, note=line.note)
+    flops, ratio, notes = line.work.flops, None, [line.note] if line.note else []
+    if line.against:
+        other = works[line.against].flops / measurement.median(line.against)
+        ratio = flops / measurement.median(line.name) / other
+        notes.append(f"ratio to {line.against}")
+    return timed(
+        measurement,
+        line.name,
+        unit,
+        {GFLOPS: lambda seconds: flops / seconds / 1e9, MS: lambda seconds: 1e3 * seconds}[unit],
+        reported=line.reported,
+        note="; ".join(notes),
+        ratio=ratio,
+    )

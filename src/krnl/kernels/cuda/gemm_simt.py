@@ -1,0 +1,69 @@
+"""Launches of the matrix products of any types, shapes and strides (gemm_simt.cu)."""
+
+import struct
+
+from krnl.kernels.cuda import gemm_chunks
+from krnl.kernels.cuda.gemm_chunks import LAYOUTS, Tile
+from krnl.kernels.launch import Launch
+from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
+from krnl.plan.buffer import Buffer
+from krnl.plan.step import Call
+
+TILE = Tile(64, 64)
+SWIGLU_TILE = Tile(64, 32)  # of gate and of up
+THREADS = 256
+
+
+def fits(product: Product) -> bool:
+    """Whether this family of kernels can make the product."""
+    return len(product.pairs) <= PAIRS
+
+
+def workspace(product: Product) -> int:
+    """Bytes of the chunks' sums."""
+    return gemm_chunks.workspace(product, TILE)
+
+
+def launches(product: Product, workspace: Buffer | None) -> list[Launch]:
+    """The product's launch, and the sum of its chunks where there are several."""
+
+    def multiply(epilogue: Epilogue, grid: tuple[int, int, int]) -> Launch:
+        first = product.pairs[0]
+        return Launch(
+            "gemm_simt",
+            "gemm_simt",
+            gemm_chunks.arguments(product, epilogue, grid[2]),
+            grid,
+            THREADS,
+            (first.a.dtype, first.b.dtype, epilogue.y.dtype),
+            {0: LAYOUTS.index(product.layout), 1: bool(epilogue.swiglu)},
+        )
+
+    return gemm_chunks.launches(product, TILE, workspace, multiply)
+
+
+def swiglu_launches(call: Call) -> list[Launch]:
+    """Of lora_swiglu: gate, up and act. Its K loop is never cut: tiles are half as wide, so only
+    narrow layers have few."""
+    x, w_gate, _, _, _, _, _ = inputs(call)
+    tiles = SWIGLU_TILE.count(x.shape[0], w_gate.shape[0])
+    if tiles == 0:
+        return []
+    return [
+        Launch(
+            "gemm_simt",
+            "gemm_simt_swiglu",
+            swiglu_arguments(call),
+            (tiles, 1, 1),
+            THREADS,
+            (x.dtype, w_gate.dtype),
+        )
+    ]
+
+
+def swiglu_arguments(call: Call) -> tuple[Buffer | bytes | None, ...]:
+    """Of a kernel that makes gate, up and act."""
+    x, w_gate, w_up, u, b_gate, b_up, live = inputs(call)
+    ranks = [b.shape[1] if b else 0 for b in (b_gate, b_up)]
+    shape = struct.pack("<5i", x.shape[0], w_gate.shape[0], x.shape[1], *ranks)
+    return (x, w_gate, w_up, u, b_gate, b_up, *call.writes(), live, shape)
