@@ -103,6 +103,15 @@ def validations(out: Path) -> list[dict[str, Any]]:
     return [line for line in read(out / METRICS) if "val_loss" in line]
 
 
+def follow(out: Path, reference: Path, allowed: dict[str, float]) -> None:
+    """Of every update, the values named in `allowed` are within that part of the reference's."""
+    for name, part in allowed.items():
+        here, there = (np.array([line[name] for line in updates(o)]) for o in (out, reference))
+        off = np.abs(here / there - 1)
+        print(f"{name}: off by {off.max():.1e}, {off.max() / part:.0%} of the allowance")
+        assert len(off) > 0 and off.max() <= part
+
+
 def timeless(out: Path) -> list[dict[str, Any]]:
     """Every log line, but for what the clock says."""
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in read(out / METRICS)]

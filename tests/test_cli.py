@@ -200,7 +200,7 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "over the limit": (lambda p: p.train("--memory-limit", "0.001"), r"more than memory_limit"),
     "no limit": (lambda p: p.train("--memory-limit", "inf"), r"memory_limit is inf"),
-    "a device": (lambda p: p.train("--device", "cuda"), r"device is 'cuda'.*use cpu"),
+    "a device": (lambda p: p.train("--device", "cuda"), r"an NVIDIA GPU .*use --device cpu"),
     "a precision": (lambda p: p.train("--precision", "fp16"), r"precision is 'fp16'.*fp32, bf16"),
     "a file as a folder": (lambda p: p.train("--out", p.file("o", "")), r"out is .*/o, which is a"),
     "below a file": (

@@ -1,7 +1,10 @@
 """Which device a name stands for here, and on machines that are not here."""
 
 import platform
+import shutil
 import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from krnl import devices, doctor
+from krnl.backends import cuda, cuda_driver
 from krnl.backends.base import Backend, Limits, Paper
 from krnl.backends.cpu import CpuBackend
 from krnl.backends.metal import ON_PAPER
@@ -37,6 +41,32 @@ class FakeMetal(ReferenceBackend):
 
     def refused_libraries(self) -> list[str]:
         return []
+
+
+class FakeCuda(ReferenceBackend):
+    """Computes, and calls itself cuda."""
+
+    name = "cuda"
+    device_name = "a GPU of [brackets]"
+    driver = "CUDA 13.0, NVRTC 13.0"
+    limits = replace(cuda.ON_PAPER.limits, memory=8 * 2**30, largest_block=9 * 2**30)
+
+    def __init__(self) -> None:
+        super().__init__(rounds=True)
+
+
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's GPU, if it has one, plays no part."""
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
+
+
+@pytest.fixture
+def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's driver and packages are installed, and open FakeCuda."""
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr("krnl.backends.cuda.CudaBackend", FakeCuda)
 
 
 @pytest.fixture
@@ -83,6 +113,36 @@ def test_auto_takes_the_cpu_where_metal_cannot_be_used(monkeypatch, with_metal):
         open_backend("metal")
 
 
+def test_auto_takes_cuda_where_it_can_be_used(monkeypatch, with_cuda):
+    on(monkeypatch, "linux", "x86_64")
+    assert isinstance(open_backend("auto"), FakeCuda)
+    assert activation_type(open_backend("auto"), "auto") is BF16
+    assert isinstance(open_backend("cpu"), CpuBackend)
+
+    def refuse() -> None:
+        raise ConfigError("too old")
+
+    monkeypatch.setattr("krnl.backends.cuda.CudaBackend", refuse)
+    assert isinstance(open_backend("auto"), CpuBackend)
+    with pytest.raises(ConfigError, match="too old"):
+        open_backend("cuda")
+
+
+def test_cuda_needs_a_driver_and_packages(monkeypatch, with_cuda):
+    assert devices.has_cuda()
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
+    assert not devices.has_cuda()
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert not devices.has_cuda()
+
+    def no_parent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'cuda'")
+
+    monkeypatch.setattr(devices, "find_spec", no_parent)
+    assert not devices.has_cuda()
+
+
 def test_a_folder_called_metal_is_not_pyobjc(monkeypatch, without_metal, tmp_path):
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, "Metal", raising=False)
@@ -106,8 +166,38 @@ def test_plans_are_made_on_paper_where_metal_is_not(without_metal):
     assert isinstance(planning_device("cpu"), CpuBackend)
 
 
+def test_plans_are_made_on_paper_where_cuda_is_not():
+    paper = planning_device("cuda")
+    assert isinstance(paper, Paper) and paper.name == "cuda"
+    assert [activation_type(paper, p) for p in ("auto", "fp16", "fp32")] == [BF16, F16, F32]
+
+
 def test_plans_are_of_the_device_where_it_is(with_metal):
     assert isinstance(planning_device("metal"), FakeMetal)
+
+
+def test_plans_are_of_the_gpu_where_it_is(with_cuda):
+    assert isinstance(planning_device("cuda"), FakeCuda)
+
+
+def test_a_plan_for_cuda_counts_the_gpus_memory(tmp_path, capsys):
+    """All weights are in it, be their files here or not; what the host holds is not."""
+    model = write_model(tmp_path / "model", dtype=BF16)
+    (tmp_path / "config").mkdir()
+    shutil.copy(model.folder / "config.json", tmp_path / "config")
+    paper = planning_device("cuda")
+    uses = []
+    for folder in (model.folder, tmp_path / "config"):
+        planned = plan_run(TrainConfig(model=str(folder)), paper, BF16)
+        print_plan(planned, Console(width=160), dispatches=False)
+        said, layout = capsys.readouterr().out, planned.training.accumulate.layout
+        assert "cuda is not on this machine: the plan is right" in said
+        uses.append(planned.use)
+        assert planned.use.total == sum(block.nbytes for block in layout.blocks)
+        assert not any(block.file for block in layout.blocks)
+    stored = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
+    assert uses[0] == uses[1] and uses[0].held >= stored
+    assert uses[0].mapped == uses[0].process == uses[0].saving == 0
 
 
 def said_of(model: Path, data: Path, backend: object, activation: DType, capsys) -> str:
@@ -167,6 +257,26 @@ def test_metal_elsewhere_as_commands(model, data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_cuda_elsewhere_as_commands(model, data, tmp_path):
+    """A plan, and one sentence for anything that would compute."""
+    if cuda_driver.has_driver():
+        pytest.skip("this machine has an NVIDIA driver")
+    plan = krnl_process("plan", model, "--device", "cuda", "--tokens", 64)
+    assert plan.returncode == 0, plan.stderr
+    assert "on cuda in bf16: passes of up to 64 tokens" in plan.stdout
+    assert "cuda is not on this machine" in plan.stdout
+    for command in (
+        ("train", "--model", model, "--data", data, "--out", tmp_path / "out"),
+        ("generate", model, "Cora"),
+        ("profile", model),
+    ):
+        ended = krnl_process(*command, "--device", "cuda")
+        assert ended.returncode == 2, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
+        assert ended.stderr.startswith("krnl: The cuda device needs an NVIDIA GPU and its driver")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def one_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor looks at one instruction set, as it has others to look at."""
@@ -204,4 +314,35 @@ def test_a_metal_that_fails_does_not_end_the_examination(
     assert not passed
     assert said.count("FAIL") == (1 if where == "__init__" else 2)
     assert "kernel 'gemm' [f16] is broken." in said
+    assert "pass one step on cpu (plain) in f32" in said
+
+
+def test_the_doctor_examines_cuda(with_cuda, one_isa, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "has_metal", lambda: False)
+    passed, said = examined(capsys)
+    assert passed, said
+    assert "cuda: a GPU of [brackets], CUDA 13.0, NVRTC 13.0, 8.0 of 9.0 GiB free" in said
+    for activation in ("bf16", "f16", "f32"):
+        assert f"pass one step on cuda in {activation}" in said
+
+
+def test_the_doctor_says_what_cuda_needs(without_metal, one_isa, capsys):
+    passed, said = examined(capsys)
+    assert passed, said
+    assert "cuda: not here; it needs an NVIDIA GPU (Ampere or later), its driver, and pip " in said
+
+
+@pytest.mark.parametrize("where", ["__init__", "compile"])
+def test_a_gpu_that_fails_does_not_end_the_examination(
+    monkeypatch, with_cuda, one_isa, capsys, where
+):
+    def fails(*arguments: object) -> None:
+        raise BackendError("'f<bf16>' of gemm.cu is broken.")
+
+    monkeypatch.setattr(doctor, "has_metal", lambda: False)
+    monkeypatch.setattr(FakeCuda, where, fails)
+    passed, said = examined(capsys)
+    assert not passed
+    assert said.count("FAIL") == (1 if where == "__init__" else 3)
+    assert "'f<bf16>' of gemm.cu is broken." in said
     assert "pass one step on cpu (plain) in f32" in said

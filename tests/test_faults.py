@@ -60,7 +60,6 @@ class Example(Bench):
         self.absent = {"residual"} if self.group > 1 else set()
         self.live = LIVE if case.op.has_live else self.dims.get("n", 0)
         self.rng = np.random.default_rng(seed)
-        self.values = self._draw_values()
 
     def _poisoned(self, parameter: Parameter, value: np.ndarray) -> np.ndarray:
         # Dead integers stay as drawn: one row too many is to be computed, not to end the process.

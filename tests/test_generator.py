@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from generation import GREEDY, NO_END, answers, make, sequences
 from krnl.answering import answer
 from krnl.backends.base import Backend
 from krnl.backends.cpu import CpuBackend
@@ -18,7 +19,6 @@ from krnl.errors import ConfigError, DataError
 from krnl.generator import (
     PROMPT_TOKENS,
     SLOTS,
-    Generator,
     Request,
     Sampling,
     Token,
@@ -29,27 +29,8 @@ from krnl.generator import (
 from krnl.model import Model
 from krnl.options import GenerateOptions
 from runs import write_chat_model, write_rows
-from tiny import ALL, MODELS, REFERENCE, VOCABULARY, make_modules, write_model
+from tiny import MODELS, REFERENCE, VOCABULARY, write_model
 from tiny_tokenizers import byte_level, wrap
-
-NO_END: frozenset[int] = frozenset()
-GREEDY = Sampling()
-
-
-def sequences(*lengths: int, seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng([seed, 29])
-    return [rng.integers(0, VOCABULARY, n).astype(np.int32) for n in lengths]
-
-
-def answers(
-    generator: Generator, prompts: Sequence[np.ndarray], longest: int, sampling: Sampling = GREEDY,
-    end_ids: frozenset[int] = NO_END,
-) -> list[list[int]]:  # fmt: skip
-    """The ids of every answer."""
-    found: list[list[int]] = [[] for _ in prompts]
-    for token in generator.stream(prompts, longest, end_ids, sampling):
-        found[token.prompt].append(token.id)
-    return found
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
@@ -65,11 +46,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 @pytest.fixture(scope="module")
 def backends() -> list[Backend]:
     return [REFERENCE, CpuBackend()]
-
-
-def make(model: Model, backend: Backend, context: int, slots: int = 1, **more: Any) -> Generator:
-    adapter = ALL, make_modules(model, ALL)
-    return Generator(model, adapter, backend, more.pop("activation", F32), context, slots, **more)
 
 
 def test_reading_piece_by_piece_is_reading_at_once(models, kind):

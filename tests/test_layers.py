@@ -382,7 +382,7 @@ def test_the_head_may_be_cut_into_chunks(
     work = one_pass(make_documents(LENGTHS))
     whole = Run(write("untied"), adapter, backend)
     monkeypatch.setattr(training_programs, "LOGITS_BYTES", 0)
-    monkeypatch.setattr(training_programs, "LOGITS_ROWS", 11)
+    monkeypatch.setattr(backend, "limits", replace(backend.limits, head_rows=11))
     cut = Run(write("untied"), adapter, backend)
     assert (whole.planned.programs.chunk, cut.planned.programs.chunk) == (64, 11)
     assert 11 < len(work[0].target) < 44
@@ -406,7 +406,7 @@ def test_weights_that_lie_askew_are_held(
 def base_loss(model: Model, backend: Any, work: Pass) -> float:
     """The loss of the model without any adapter, from the evaluation program alone."""
     weights = model.weights(backend.limits.mapped_alignment)
-    programs = TrainingPrograms(Decoder(model.config, weights, {}, F32), work.live)
+    programs = TrainingPrograms(Decoder(model.config, weights, {}, F32), work.live, head_rows=512)
     (planned,) = plan([programs.evaluate()], backend.kernels)
     memory, i, count = backend.allocate(planned.layout), programs.inputs, len(work.target)
     model.fill(weights, memory)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from krnl.backends.base import Backend, Paper
+from krnl.backends.cuda_driver import has_driver
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import ConfigError
 
@@ -14,11 +15,13 @@ PRECISIONS = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 
 def open_backend(device: str) -> Backend:
-    """The backend of that name; `auto` takes Metal where it can be used, else the CPU. ConfigError
-    for one that is not here."""
-    if device == "auto" and _is_apple() and has_metal():
-        with suppress(ConfigError):
-            return open_backend("metal")
+    """The backend of that name; `auto` takes Metal or CUDA where it can be used, else the CPU.
+    ConfigError for one that is not here."""
+    if device == "auto":
+        for name, there in (("metal", _is_apple() and has_metal()), ("cuda", has_cuda())):
+            with suppress(ConfigError):
+                if there:
+                    return open_backend(name)
     if device in ("auto", "cpu"):
         from krnl.backends.cpu import CpuBackend
 
@@ -32,18 +35,23 @@ def open_backend(device: str) -> Backend:
 
         return MetalBackend()
     if device == "cuda":
-        raise ConfigError(
-            "device is 'cuda', which this version of KRNL does not have yet; use cpu."
-        )
+        from krnl.backends.cuda import CudaBackend
+
+        return CudaBackend()
     raise ConfigError(f"device is '{device}'; it must be one of {', '.join(DEVICES)}.")
 
 
 def planning_device(device: str) -> Backend | Paper:
-    """What `krnl plan` plans for: the backend of that name, or Metal on paper where it is not."""
+    """What `krnl plan` plans for: the backend of that name, or Metal or CUDA on paper where it is
+    not."""
     if device == "metal" and not has_metal():
-        from krnl.backends.metal import ON_PAPER
+        from krnl.backends import metal
 
-        return ON_PAPER
+        return metal.ON_PAPER
+    if device == "cuda" and not has_cuda():
+        from krnl.backends import cuda
+
+        return cuda.ON_PAPER
     return open_backend(device)
 
 
@@ -53,6 +61,19 @@ def has_metal() -> bool:
         return True
     spec = find_spec("Metal")
     return spec is not None and spec.origin is not None  # None: any folder of that name
+
+
+def has_cuda() -> bool:
+    """Whether NVIDIA's driver and its Python packages are installed. Neither is started for that,
+    nor imported."""
+    with suppress(ModuleNotFoundError):  # without the package that `bindings` would be in
+        return find_spec("cuda.bindings") is not None and has_driver()
+    return False
+
+
+def precision_name(activation: DType) -> str:
+    """What --precision calls a type."""
+    return next(name for name, dtype in PRECISIONS.items() if dtype is activation)
 
 
 def _is_apple() -> bool:

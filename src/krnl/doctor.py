@@ -14,9 +14,10 @@ from rich.markup import escape
 from krnl import __version__
 from krnl.backends.base import Backend
 from krnl.backends.cpu import ISA_VARIABLE, CpuBackend, available_isas
+from krnl.backends.cuda_driver import PACKAGES
 from krnl.backends.reference import ReferenceBackend
 from krnl.data.packing import random_pass
-from krnl.devices import has_metal
+from krnl.devices import has_cuda, has_metal
 from krnl.dtypes import BF16, F32, DType
 from krnl.errors import KrnlError
 from krnl.formats.files import write_json_atomic
@@ -28,6 +29,7 @@ from krnl.training.loss_scale import initial_scale
 from krnl.training.session import Session, plan_training
 
 if TYPE_CHECKING:
+    from krnl.backends.cuda import CudaBackend
     from krnl.backends.metal import MetalBackend
 
 LIBRARIES = (
@@ -84,17 +86,19 @@ def examine(console: Console) -> bool:
     refusals = metal.refused_libraries() if metal is not None else []
     for refusal in refusals:
         console.print(f"[red]FAIL[/] {escape(refusal)}", highlight=False)
-    console.print("cuda: not in this version", highlight=False)
+    cuda = _cuda(console)
     passed = (metal is not None or not has_metal()) and not refusals
+    passed &= cuda is not None or not has_cuda()
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder))
         exact = one_step(model, ReferenceBackend(), F32)
         for isa in available_isas():
             for activation in (F32, BF16):
                 passed &= _check(console, model, exact, _cpu(isa), f"cpu ({isa})", activation)
-        if metal is not None:
-            for activation in metal.limits.activations:
-                passed &= _check(console, model, exact, metal, "metal", activation)
+        gpus: list[Backend] = [gpu for gpu in (metal, cuda) if gpu is not None]
+        for gpu in gpus:
+            for activation in gpu.limits.activations:
+                passed &= _check(console, model, exact, gpu, gpu.name, activation)
     return passed
 
 
@@ -120,6 +124,31 @@ def _metal(console: Console) -> "MetalBackend | None":
         highlight=False,
     )
     return metal
+
+
+def _cuda(console: Console) -> "CudaBackend | None":
+    """The CUDA device, or None; says which it is, or why there is none. Its kernels are compiled
+    one by one, as the step needs them."""
+    if not has_cuda():
+        console.print(
+            "cuda: not here; it needs an NVIDIA GPU (Ampere or later), its driver, and "
+            f"{escape(PACKAGES)}",
+            highlight=False,
+        )
+        return None
+    from krnl.backends.cuda import CudaBackend
+
+    try:
+        cuda = CudaBackend()
+    except KrnlError as error:
+        console.print(f"[red]FAIL[/] cuda: {escape(str(error))}", highlight=False)
+        return None
+    console.print(
+        f"cuda: {escape(cuda.device_name)}, {cuda.driver}, {cuda.limits.memory / 2**30:.1f} of "
+        f"{cuda.limits.largest_block / 2**30:.1f} GiB free",
+        highlight=False,
+    )
+    return cuda
 
 
 def _cpu(isa: str) -> CpuBackend:

@@ -14,7 +14,7 @@ from krnl.errors import ConfigError
 from krnl.formats import hub
 from krnl.formats.files import read_json
 from krnl.formats.peft import AdapterConfig, Modules, check_fits, read_adapter
-from krnl.formats.safetensors import Checkpoint
+from krnl.formats.safetensors import SINGLE, Checkpoint
 from krnl.models import config as model_config
 from krnl.models.config import ModelConfig, linear_paths, tensor_shapes
 from krnl.models.lora import AdapterShape
@@ -54,15 +54,12 @@ class Model:
             )
         return tokenizer
 
-    def weights(self, alignment: int) -> Weights:
+    def weights(self, alignment: int | None) -> Weights:
         """Buffers for the weights: in the files, where a tensor begins at a multiple of `alignment`
-        elements (a device's `Limits.mapped_alignment`)."""
+        elements (a device's `Limits.mapped_alignment`; with None, nowhere)."""
         return Weights(
             {
-                t.name: Stored(
-                    None if t.offset % (alignment * t.dtype.size) else FileRegion(t.path, t.offset),
-                    t.dtype,
-                )
+                t.name: _stored(FileRegion(t.path, t.offset), t.dtype, alignment)
                 for t in self.checkpoint.tensors.values()
             }
         )
@@ -81,14 +78,20 @@ class Model:
         return config, modules
 
 
-def imagined_weights(config: ModelConfig, dtype: DType) -> Weights:
-    """Weights as a single file of `dtype` would hold them: enough for a plan, with nothing on
-    disk."""
+def imagined_weights(config: ModelConfig, dtype: DType, alignment: int | None) -> Weights:
+    """Weights as a single file of `dtype` would hold them: enough for a plan, with nothing on disk.
+    `alignment` as in `Model.weights`."""
     stored, offset = {}, 0
     for name, shape in tensor_shapes(config).items():
-        stored[name] = Stored(FileRegion(Path("model.safetensors"), offset), dtype)
+        stored[name] = _stored(FileRegion(Path(SINGLE), offset), dtype, alignment)
         offset += int(np.prod(shape)) * dtype.size
     return Weights(stored)
+
+
+def _stored(region: FileRegion, dtype: DType, alignment: int | None) -> Stored:
+    """A tensor, which is mapped where it begins at a multiple of `alignment` elements."""
+    askew = alignment is None or region.offset % (alignment * dtype.size) != 0
+    return Stored(None if askew else region, dtype)
 
 
 def adapter_shapes(

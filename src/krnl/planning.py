@@ -50,7 +50,8 @@ def plan_run(config: TrainConfig, backend: Backend | Paper, activation: DType) -
         # What they take in memory counts as the process's own.
         loaded = load_data(config, model) if config.data else None
     else:
-        weights, loaded = imagined_weights(shape, stored_dtype(folder)), None
+        alignment = backend.limits.mapped_alignment
+        weights, loaded = imagined_weights(shape, stored_dtype(folder), alignment), None
     adapter, paths = _adapter(config, shape)
     training = plan_training(
         shape, weights, adapter, paths, backend, activation, config.tokens, config.recompute

@@ -37,6 +37,7 @@ class MetalMemory:
         self._wait = wait
         self._layout = layout
         self._largest = limits.largest_block
+        assert limits.mapped_alignment is not None
         self._alignment = limits.mapped_alignment
         _check_fits(layout, limits.memory)
         self._own: dict[Buffer, Region] = {}  # weights with a region of their own

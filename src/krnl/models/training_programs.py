@@ -17,9 +17,8 @@ from krnl.plan.step import Step
 Recompute = Literal["none", "mlp", "layer"]
 
 # Logits exist for one chunk of labelled rows at a time: as many rows as fit these bytes, but enough
-# of them that reading the head's weights is paid for.
+# of them that reading the head's weights is paid for (`head_rows`).
 LOGITS_BYTES = 64 << 20
-LOGITS_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,18 @@ class TrainingPrograms:
     """Emits the programs that train a decoder's adapters in passes of up to `capacity` tokens."""
 
     def __init__(
-        self, decoder: Decoder, capacity: int, dropout: float = 0.0, recompute: Recompute = "none"
+        self,
+        decoder: Decoder,
+        capacity: int,
+        head_rows: int,
+        dropout: float = 0.0,
+        recompute: Recompute = "none",
     ):
         self.decoder = decoder
         self.capacity = capacity
         self.recompute = recompute
         row_bytes = decoder.config.vocab_size * decoder.activation.size
-        self.chunk = min(capacity, max(LOGITS_ROWS, LOGITS_BYTES // row_bytes))
+        self.chunk = min(capacity, max(head_rows, LOGITS_BYTES // row_bytes))
         self.inputs = _inputs(capacity, -(-capacity // self.chunk), set(decoder.config.windows))
         i = self.inputs
         self.noise = Dropout(dropout, i.document, i.position, i.dropout_key) if dropout else None

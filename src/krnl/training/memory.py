@@ -21,6 +21,7 @@ class MemoryUse:
     saved: int  # activations kept for the backward pass
     temporaries: int  # the rest of the arena at its fullest
     engine: int  # scratch of the device's own
+    # What the host holds, which counts where it has the device's memory in common:
     saving: int  # copies of parameters and moments while a checkpoint is written
     process: int  # Python, its libraries and the data, as resident now
 
@@ -50,6 +51,8 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
     layout, trainable = planned.accumulate.layout, planned.decoder.trainable
     arena = layout.reserved(Kind.TEMP)
     saved = min(planned.accumulate.saved, arena)
+    copies = sum(b.nbytes for b in (trainable.param, trainable.first, trainable.second))
+    apart = backend.limits.own_memory
     return MemoryUse(
         mapped=layout.mapped,
         held=layout.reserved(Kind.WEIGHT),
@@ -59,8 +62,8 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
         saved=saved,
         temporaries=arena - saved,
         engine=backend.limits.scratch,
-        saving=sum(b.nbytes for b in (trainable.param, trainable.first, trainable.second)),
-        process=_resident(),
+        saving=0 if apart else copies,
+        process=0 if apart else _resident(),
     )
 
 

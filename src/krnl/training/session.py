@@ -17,8 +17,6 @@ from krnl.models.training_programs import Recompute, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer
-from krnl.plan.op import LIVE
-from krnl.plan.step import Call
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,9 @@ def plan_training(
             "lm_head out."
         )
     decoder = Decoder(config, weights, adapter_shapes(adapter, paths), activation)
-    programs = TrainingPrograms(decoder, tokens, adapter.dropout, recompute)
+    programs = TrainingPrograms(
+        decoder, tokens, backend.limits.head_rows, adapter.dropout, recompute
+    )
     accumulate, evaluate, update = plan(
         [programs.accumulate(), programs.evaluate(), programs.update()],
         backend.kernels,
@@ -96,13 +96,9 @@ class Session:
         self._feed(work, 0)
         return self._accumulate.time()
 
-    def live_rows(self, call: Call) -> int | None:
-        """How many rows were live in a call's last run; None for ops that have no such count."""
-        for parameter, argument in zip(call.op.inputs, call.inputs, strict=True):
-            if parameter.name == LIVE:
-                assert isinstance(argument, Buffer)
-                return int(self._memory.read(argument)[0])
-        return None
+    def read(self, buffer: Buffer) -> np.ndarray:
+        """A copy of what a buffer holds, after everything that was enqueued has run."""
+        return self._memory.read(buffer)
 
     def update(self, hyper: np.ndarray) -> tuple[float, float]:
         """Applies the summed gradients, which the last number of `hyper` makes means of: it undoes

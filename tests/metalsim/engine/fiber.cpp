@@ -1,8 +1,9 @@
 // Switching between stacks, in assembly.
 
-#include <string.h>
+#include "fiber.h"
 
-#include "worker.h"
+#include <stdint.h>
+#include <string.h>
 
 namespace sim {
 

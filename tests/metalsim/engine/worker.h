@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "fiber.h"
 #include "host.h"
 #include "shadow.h"
 
@@ -124,12 +125,6 @@ struct Grid {
 void run_workers(Launch &, const Grid &);
 // The linear index of the threadgroup that runs as number `ordinal` of a launch of `count`.
 uint32_t threadgroup_at(const Launch &, uint32_t count, uint32_t ordinal);
-
-// fiber.cpp
-// Leaves this stack, with its pointer in *save, and goes on where the stack with the pointer `resume` was left.
-void switch_stack(void **save, void *resume);
-// A stack that goes on at the beginning of `entry`, which must not return.
-void *fresh_stack(char *top, void (*entry)());
 
 // scheduler.cpp
 void run_threadgroup(Worker &, uint32_t index);

@@ -1,0 +1,182 @@
+"""The CUDA engine: kernels are compiled when a program is, and a replay is one graph."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from krnl.backends.base import Limits, Memory, Paper, Roof
+from krnl.backends.cuda_driver import STEPWISE_VARIABLE, Gpu
+from krnl.backends.cuda_launch import HOPPER, BoundLaunch, Launcher, naming
+from krnl.backends.cuda_memory import CudaMemory, Staging
+from krnl.backends.cuda_roof import measure
+from krnl.dtypes import BF16, F16, F32
+from krnl.errors import ConfigError
+from krnl.kernels.cuda.table import table
+from krnl.kernels.launch import GpuRow
+from krnl.plan.arena import Layout, Plan
+from krnl.plan.lower import Table
+
+# Launches that are enqueued while the stream is held: with a mark each, far fewer than the driver's
+# queue takes.
+HELD_LAUNCHES = 128
+ACTIVATIONS = (BF16, F16, F32)
+# Of fewer rows the head's backward, whose K is the vocabulary, makes too few tiles for a large GPU.
+HEAD_ROWS = 1024
+
+# How much memory there is, is not known; the kernels are those of a data-centre card of 2022.
+ON_PAPER = Paper(
+    "cuda",
+    Limits(
+        2**62, 2**62, 0, ACTIVATIONS, 1, mapped_alignment=None, own_memory=True, head_rows=HEAD_ROWS
+    ),
+    table(HOPPER),
+)
+
+
+class CudaBackend:
+    """Computes on an NVIDIA GPU. `KRNL_CUDA_STEPWISE=1` runs dispatches one by one and waits for
+    each, so that an error names the one that failed."""
+
+    name = "cuda"
+
+    def __init__(self, kernels: Table | None = None) -> None:
+        self._stepwise = _chosen_stepwise()
+        self._gpu = gpu = Gpu()
+        self._launcher = Launcher(gpu)
+        self._staging = Staging(gpu)
+        self.kernels = kernels or table(gpu.capability)
+        self.device_name = gpu.name
+        self.driver = gpu.versions
+        free, total = (int(nbytes) for nbytes in gpu("cuMemGetInfo"))
+        self.limits = Limits(
+            memory=free,
+            largest_block=total,
+            scratch=0,
+            activations=ACTIVATIONS,
+            threads=1,
+            mapped_alignment=None,
+            own_memory=True,
+            head_rows=HEAD_ROWS,
+        )
+
+    def measure_roof(self) -> Roof:
+        """Takes some tenths of a second, and two GiB of the GPU's memory."""
+        return measure(self, self._gpu)
+
+    def allocate(self, layout: Layout) -> CudaMemory:
+        return CudaMemory(self._gpu, self._staging, layout)
+
+    def compile(self, plan: Plan, memory: Memory) -> "CudaProgram":
+        assert isinstance(memory, CudaMemory)
+        return CudaProgram(self._launcher, plan, memory, self._stepwise)
+
+
+@dataclass(frozen=True)
+class _BoundDispatch:
+    label: str
+    launches: list[BoundLaunch]
+
+
+class CudaProgram:
+    """Launches with everything looked up, and a graph of them. Keeps the memory that they use."""
+
+    def __init__(self, launcher: Launcher, plan: Plan, memory: CudaMemory, stepwise: bool):
+        self._launcher = launcher
+        self._gpu = launcher.gpu
+        self._memory = memory
+        self._name = plan.name
+        self._stepwise = stepwise
+        self._dispatches = self._bind(plan)
+        self._graph = None if stepwise else self._capture()
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._gpu.running.append(self._name)
+            self._gpu("cuGraphLaunch", self._graph, self._gpu.stream)
+            return
+        for dispatch in self._dispatches:
+            self._gpu.running.append(dispatch.label)
+            self._enqueue(dispatch)
+            self._gpu.wait()
+
+    def time(self) -> list[float]:
+        """Many dispatches are enqueued before the first of them starts: a GPU that waits in between
+        would be timed waiting."""
+        return [
+            seconds for portion in _portions(self._dispatches) for seconds in self._time(portion)
+        ]
+
+    def _time(self, dispatches: Sequence[_BoundDispatch]) -> list[float]:
+        gpu = self._gpu
+        marks = self._launcher.marks(len(dispatches) + 1)
+        with gpu.held():
+            gpu("cuEventRecord", marks[0], gpu.stream)
+            for dispatch, mark in zip(dispatches, marks[1:], strict=True):
+                gpu.running.append(dispatch.label)
+                self._enqueue(dispatch)
+                gpu("cuEventRecord", mark, gpu.stream)
+        gpu.wait()
+        return [
+            gpu("cuEventElapsedTime", start, end) / 1e3 if dispatch.launches else 0.0
+            for dispatch, start, end in zip(dispatches, marks[:-1], marks[1:], strict=True)
+        ]
+
+    def _enqueue(self, dispatch: _BoundDispatch) -> None:
+        """Starts when everything before has ended."""
+        for index, launch in enumerate(dispatch.launches):
+            self._launcher.launch(launch, overlap=index > 0)
+
+    def _bind(self, plan: Plan) -> list[_BoundDispatch]:
+        launches = []
+        for dispatch in plan.dispatches:
+            assert isinstance(dispatch.row, GpuRow)
+            made = dispatch.row.launches(dispatch.call, dispatch.workspace)
+            # A grid of nothing is refused by the driver.
+            launches.append([launch for launch in made if all(launch.groups)])
+        self._launcher.prepare([launch for made in launches for launch in made])
+        bound = []
+        for dispatch, made in zip(plan.dispatches, launches, strict=True):
+            label = dispatch.call.label
+            with naming(label):
+                bind = self._launcher.bind
+                bound.append(_BoundDispatch(label, [bind(x, self._memory) for x in made]))
+        return bound
+
+    def _capture(self) -> Any:
+        """The graph of all launches, on the GPU and ready to run."""
+        gpu = self._gpu
+        # Whatever else the process does meanwhile has nothing to do with it.
+        mode = gpu.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        gpu("cuStreamBeginCapture", gpu.stream, mode)
+        try:
+            for dispatch in self._dispatches:
+                for launch in dispatch.launches:
+                    self._launcher.launch(launch)
+        finally:
+            drawn = gpu("cuStreamEndCapture", gpu.stream)
+        graph = gpu("cuGraphInstantiate", drawn, 0)
+        gpu("cuGraphDestroy", drawn)
+        gpu.on_end(self, "cuGraphExecDestroy", graph)
+        gpu("cuGraphUpload", graph, gpu.stream)
+        return graph
+
+
+def _portions(dispatches: Sequence[_BoundDispatch]) -> list[list[_BoundDispatch]]:
+    """What is enqueued while the stream is held, each time."""
+    portions: list[list[_BoundDispatch]] = []
+    count = HELD_LAUNCHES
+    for dispatch in dispatches:
+        if count >= HELD_LAUNCHES:
+            portions.append([])
+            count = 0
+        portions[-1].append(dispatch)
+        count += len(dispatch.launches)
+    return portions
+
+
+def _chosen_stepwise() -> bool:
+    text = os.environ.get(STEPWISE_VARIABLE, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{STEPWISE_VARIABLE} is '{text}'; it must be 0 or 1.")
+    return text == "1"

@@ -1,0 +1,121 @@
+"""Runs plans on the simulated device, as krnl.backends.cuda does on a GPU.
+
+backend = SimulatedCudaBackend(90)
+… allocate, compile, run …        # a KernelError if something is wrong
+backend.executed                  # the kernels, and how often each ran
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from krnl.backends.base import Limits, Memory
+from krnl.backends.cuda import ON_PAPER
+from krnl.backends.cuda_compiler import Kernel
+from krnl.backends.cuda_launch import packed
+from krnl.kernels.cuda.table import table
+from krnl.kernels.launch import GpuRow, Launch
+from krnl.plan.arena import Layout, Plan
+from krnl.plan.buffer import Buffer, Kind
+from krnl.plan.lower import Table
+
+from . import build, device
+
+
+class SimulatedMemory:
+    """Every buffer in memory of its own, so that what leaves it is found out. Temps hold NaN at
+    first, all else zeros."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._arrays = {
+            root: device.Memory(build.engine(), root.nbytes, root.name) for root in layout.places
+        }
+        for root, memory in self._arrays.items():
+            if root.kind is not Kind.TEMP:
+                memory.bytes[:] = 0
+
+    def address(self, buffer: Buffer) -> int:
+        return self._arrays[buffer.root].address + buffer.start * buffer.dtype.size
+
+    def _view(self, buffer: Buffer) -> np.ndarray:
+        start = buffer.start * buffer.dtype.size
+        whole = self._arrays[buffer.root].bytes
+        return whole[start : start + buffer.nbytes].view(buffer.dtype.numpy).reshape(buffer.shape)
+
+    def write(self, buffer: Buffer, values: np.ndarray) -> None:
+        self._view(buffer)[...] = values
+
+    def read(self, buffer: Buffer) -> np.ndarray:
+        return self._view(buffer).copy()
+
+
+class SimulatedProgram:
+    def __init__(self, backend: "SimulatedCudaBackend", plan: Plan, memory: SimulatedMemory):
+        self._backend, self._memory = backend, memory
+        self._launches = launches(plan)
+        backend.functions.prepare(map(Kernel.of, self._launches))
+
+    def run(self) -> None:
+        for launch in self._launches:
+            kernel = Kernel.of(launch)
+            self._backend.executed[kernel] += 1
+            try:
+                self._backend.functions[kernel].launch(
+                    self._arguments(launch),
+                    launch.groups,
+                    launch.threads,
+                    launch.shared,
+                    launch.cluster,
+                    self._backend.order,
+                )
+            except device.KernelError as fault:
+                fault.add_note(f"in {kernel}")
+                raise
+
+    def time(self) -> list[float]:
+        raise NotImplementedError("a simulator's times say nothing of a GPU's")
+
+    def _arguments(self, launch: Launch) -> list[bytes]:
+        address = self._memory.address
+        return [
+            packed(argument, address, lambda map: device.encoded(map, address(map.buffer)))
+            for argument in launch.arguments
+        ]
+
+
+class SimulatedCudaBackend:
+    """A GPU of a compute capability. `order`: of threads and blocks, see device.py."""
+
+    name = "cuda"
+    limits: Limits = ON_PAPER.limits
+
+    def __init__(
+        self,
+        capability: int = 90,
+        kernels: Table | None = None,
+        functions: build.Kernels | None = None,
+        order: int = device.FORWARD,
+    ) -> None:
+        self.kernels = kernels or table(capability)
+        self.functions = functions or OWN
+        self.order = order
+        self.executed: Counter[Kernel] = Counter()
+
+    def allocate(self, layout: Layout) -> SimulatedMemory:
+        return SimulatedMemory(layout)
+
+    def compile(self, plan: Plan, memory: Memory) -> SimulatedProgram:
+        assert isinstance(memory, SimulatedMemory)
+        return SimulatedProgram(self, plan, memory)
+
+
+OWN = build.Kernels()
+
+
+def launches(plan: Plan) -> list[Launch]:
+    """What a plan launches, in its order."""
+    made: list[Launch] = []
+    for dispatch in plan.dispatches:
+        assert isinstance(dispatch.row, GpuRow)
+        made += dispatch.row.launches(dispatch.call, dispatch.workspace)
+    return [launch for launch in made if all(launch.groups)]

@@ -1,0 +1,110 @@
+"""Every op on an NVIDIA GPU against its float64 reference: the cases and allowances of the CPU."""
+
+import os
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from cuda_device import cuda, missing
+from krnl.dtypes import BF16, F16, F32, DType
+from krnl.plan.lower import Table
+from op_bench import SIZES, WEIGHTS, Bench, chosen
+from op_cases import CASES
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a GPU")
+
+EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "40"))
+BY_NAME = {case.op.name: case for case in CASES}
+ACTIVATIONS = (BF16, F16, F32)
+# Beside the small ones: what large models are made of, so that kernels for them are chosen.
+LAYERS: dict[str, dict[str, Any]] = {
+    "wide": {"n": 300, "c": 1024, "f": 1408, "v": 4096, "t": 300, "m": 640, "d": 128, "p": 16}
+    | {"h": 8, "g": 2, "q": 16, "o": (1024, 256, 256), "r": (16, 16, 16), "elements": 2**18},
+    "deep": {"n": 512, "c": 2816, "f": 512, "v": 32000, "t": 64, "m": 512, "d": 64, "p": 64}
+    | {"h": 6, "g": 3, "q": 64, "o": (512,), "r": (64,), "elements": 2**20},
+}
+
+every_call = pytest.mark.parametrize(
+    ("name", "activation"), list(product(BY_NAME, ACTIVATIONS)), ids=str
+)
+
+
+@every_call
+def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
+    """Drawn sizes, on aligned addresses and on others. A failing call is not shrunk: it names its
+    sizes, and after an illegal access nothing runs any more."""
+    case, used = BY_NAME[name], [0.0]
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        bench = Bench(case, data.draw, activation)
+        bench.shift = data.draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
+        used.append(bench.check(cuda()))
+
+    run()
+    record_property("share_of_allowance", max(used))
+    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+
+
+def calls(name: str, activation: DType) -> list[Bench]:
+    """Chosen sizes with every type of weight and output."""
+    case = BY_NAME[name]
+    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
+    weights = ACTIVATIONS if weighted else (activation,)
+    free = any(p.any_float for p in case.op.outputs)
+    targets = ACTIVATIONS if name == "cast" else (activation, F32) if free else (activation,)
+    small = [
+        chosen(case, *given) for given in product(SIZES.values(), [activation], weights, targets)
+    ]
+    return small + [chosen(case, sizes, activation) for sizes in LAYERS.values()]
+
+
+@every_call
+def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> None:
+    used = [bench.check(cuda()) for bench in calls(name, activation)]
+    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+
+
+@every_call
+def test_every_kernel_for_an_op_is_right(name: str, activation: DType) -> None:
+    """Not only the first row of the table that takes a call: each of them."""
+    backend = cuda()
+    table = backend.kernels
+    try:
+        for bench in calls(name, activation):
+            (call,) = bench.emit()[0].calls
+            rows = [row for row in table.rows if row.op == name and row.when(call)]
+            for row in rows[1:]:
+                backend.kernels = Table("cuda", [row])
+                bench.check(backend)
+    finally:
+        backend.kernels = table
+
+
+@every_call
+def test_two_runs_are_the_same_bit_for_bit(name: str, activation: DType) -> None:
+    """And with other work between them."""
+    for sizes in (*SIZES.values(), *LAYERS.values()):
+        bench = chosen(BY_NAME[name], sizes, activation)
+        first = bench.run(cuda())
+        for _ in range(3):
+            np.testing.assert_equal(bench.run(cuda()), first)
+
+
+@every_call
+def test_a_call_for_the_sanitizer(name: str, activation: DType) -> None:
+    """One small call, for tools that watch every access."""
+    chosen(BY_NAME[name], SIZES["ragged"], activation).run(cuda())
+    chosen(BY_NAME[name], SIZES["whole"], activation).run(cuda())
+
+
+def test_every_op_has_a_row_and_every_row_an_op() -> None:
+    assert {row.op for row in cuda().kernels.rows} == set(BY_NAME)

@@ -1,0 +1,198 @@
+"""Every op on the CUDA kernels, in the simulator, against its float64 reference: the cases and
+allowances of the CPU. An access out of bounds, a missing barrier or a tile that is read too early
+is a fault, or leaves NaN."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from cudasim.backend import OWN, SimulatedCudaBackend, launches
+from cudasim.device import BACKWARD, FORWARD
+from krnl.backends.cuda_compiler import Kernel
+from krnl.dtypes import BF16, F16, F32, DType
+from krnl.kernels.cuda import gemm_wgmma
+from krnl.kernels.cuda.sources import libraries
+from krnl.kernels.cuda.table import table
+from krnl.kernels.launch import GpuRow, Launch
+from krnl.plan.arena import plan
+from krnl.plan.buffer import Buffer
+from krnl.plan.lower import Table
+from krnl.plan.step import Call
+from op_bench import SIZES, WEIGHTS, Bench, Chosen, chosen
+from op_cases import CASES
+
+EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 10)
+CAPABILITIES = (80, 90)
+ACTIVATIONS = (BF16, F16, F32)
+BY_NAME = {case.op.name: case for case in CASES}
+SHUFFLED = 2  # an order of threads
+# Beside the small ones: what the kernels with whole tiles take, and more than one of those. Ranks
+# are such that the adapters of gate and up do not begin with a step along K.
+TILES: dict[str, dict[str, Any]] = {
+    "tiles": {"n": 150, "c": 136, "f": 200, "v": 264, "t": 64, "m": 200, "d": 64, "p": 72, "q": 16}
+    | {"o": (264, 72), "r": (8, 72), "elements": 4096},
+    "wide heads": {"n": 140, "c": 64, "f": 64, "v": 64, "t": 64, "m": 300, "d": 128, "p": 8, "q": 8}
+    | {"o": (64,), "r": (8,), "elements": 8},
+    "other heads": {"n": 140, "c": 64, "f": 64, "v": 64, "t": 64, "m": 160, "d": 96, "p": 8, "q": 8}
+    | {"o": (64,), "r": (8,), "elements": 8},
+}
+ALL_SIZES = {**SIZES, **TILES}
+
+every_call = pytest.mark.parametrize(
+    ("name", "activation"), list(product(BY_NAME, ACTIVATIONS)), ids=str
+)
+
+
+@cache
+def backend(capability: int, order: int = FORWARD) -> SimulatedCudaBackend:
+    return SimulatedCudaBackend(capability, order=order)
+
+
+def benches(name: str, activation: DType) -> Iterator[Bench]:
+    """Chosen sizes; the small ones with every type of weight and output."""
+    case = BY_NAME[name]
+    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
+    weights = ACTIVATIONS if weighted else (activation,)
+    free = any(p.any_float for p in case.op.outputs)
+    targets = ACTIVATIONS if name == "cast" else (activation, F32) if free else (activation,)
+    for given_ in product(SIZES.values(), [activation], weights, targets):
+        yield chosen(case, *given_)
+    for sizes in TILES.values():
+        yield chosen(case, sizes, activation)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What the chosen calls take, compiled at once and in parallel."""
+    OWN.prepare(kernel for call in product(BY_NAME, ACTIVATIONS) for kernel in kernels_of(*call))
+
+
+@cache
+def kernels_of(name: str, activation: DType) -> frozenset[Kernel]:
+    """Of all chosen calls."""
+    planned = (
+        plan([bench.emit()[0]], table(capability))
+        for bench in benches(name, activation)
+        for capability in CAPABILITIES
+    )
+    return frozenset(Kernel.of(launch) for (made,) in planned for launch in launches(made))
+
+
+@every_call
+def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
+    """Drawn sizes, on aligned addresses and on others. A failing call is not shrunk: it names its
+    sizes."""
+    case, used = BY_NAME[name], [0.0]
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        bench = Bench(case, data.draw, activation)
+        bench.shift = data.draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
+        used.append(bench.check(backend(data.draw(st.sampled_from(CAPABILITIES)), SHUFFLED)))
+
+    run()
+    record_property("share_of_allowance", max(used))
+    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+
+
+@every_call
+def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> None:
+    used = [bench.check(backend(80)) for bench in benches(name, activation)]
+    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+
+
+HOPPER_ROWS = {row.name: row.op for row in table(90).rows}
+HOPPER_OPS = sorted({op for name, op in HOPPER_ROWS.items() if name.endswith("_wgmma")})
+
+
+@pytest.mark.parametrize("activation", [BF16, F16], ids=str)
+@pytest.mark.parametrize("name", HOPPER_OPS)
+def test_op_on_hopper(name: str, activation: DType) -> None:
+    """Where it has kernels of its own: for 16-bit elements, in whole and in ragged tiles."""
+    for sizes in (SIZES["whole"], *TILES.values()):
+        chosen(BY_NAME[name], sizes, activation).check(backend(90))
+
+
+@every_call
+def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
+    for sizes in ALL_SIZES.values():
+        bench = chosen(BY_NAME[name], sizes, activation)
+        first = bench.run(backend(90))
+        np.testing.assert_equal(bench.run(backend(90, BACKWARD)), first)
+
+
+def hide_last_keys(bench: Bench, count: int) -> None:
+    """No query sees so many of the last keys any more."""
+    values = bench.values
+    values["stop"][:] = np.minimum(values["stop"], bench.dims["m"] - count)
+    values["start"][:] = np.minimum(values["start"], values["stop"] - 1)
+
+
+def forget_last_keys(bench: Bench, count: int) -> None:
+    """They and their values become NaN."""
+    bench.values["k"][-count:] = bench.values["v"][-count:] = np.nan
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_keys_that_nobody_sees_may_be_anything(capability: int, activation: DType) -> None:
+    for d in (26, 64, 96, 128):
+        dims = {"n": 70, "m": 330, "h": 2, "g": 1, "d": d}
+        bench = Chosen(BY_NAME["attention"], activation, dims, live=67)
+        hide_last_keys(bench, 30)
+        results = bench.run(backend(capability))
+        forget_last_keys(bench, 30)
+        np.testing.assert_equal(bench.run(backend(capability)), results)
+
+
+# A call for each layout and epilogue of gemm_wgmma.cu, with edges in all directions.
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "lora_swiglu": {"n": 150, "c": 136, "f": 200, "p": 8, "q": 72, "s": 80},
+    "lora_linear": {"n": 150, "c": 200, "o": (264, 72), "r": (8, 16), "s": 24},
+    "lora_linear_backward": {"n": 150, "c": 200, "o": (264, 72), "r": (8, 16), "s": 24},
+    "lora_swiglu_backward": {"n": 150, "c": 136, "f": 200, "r": (16,), "s": 16},
+    "lora_a_grad": {"n": 150, "c": 200, "s": 24},
+}
+
+
+# Of others a block would write no whole matrices of 16 columns.
+TILINGS = [t for t in gemm_wgmma.TILINGS if t.columns // t.split % 16 == 0]
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
+    def forced(call: Call, workspace: Buffer | None) -> list[Launch]:
+        made = [job.launch(tiling) for job in gemm_wgmma.jobs(call)]
+        # So few blocks go from tile to tile; those of a cluster do not.
+        return made if tiling.split > 1 else [replace(x, groups=(3, 1, 1)) for x in made]
+
+    made = 0
+    for name, dims in PRODUCTS.items():
+        bench = Chosen(BY_NAME[name], BF16, dims, live=140)
+        jobs = gemm_wgmma.jobs(bench.emit()[0].calls[0])
+        if not all(job.fits and job.allows(tiling) for job in jobs):
+            continue
+        rows = Table("cuda", [GpuRow(name, launches=forced)])
+        bench.check(SimulatedCudaBackend(kernels=rows, order=SHUFFLED))
+        made += 1
+    assert made
+
+
+def test_every_source_was_run() -> None:
+    """By an op's tests above."""
+    used = {
+        kernel.library for call in product(BY_NAME, ACTIVATIONS) for kernel in kernels_of(*call)
+    }
+    assert used == set(libraries())
