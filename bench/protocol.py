@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +22,11 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def resident() -> int:
     """The most memory that this process had so far, in bytes."""
+    # Not ru_maxrss on Linux: a process begins with that of the one which started it.
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

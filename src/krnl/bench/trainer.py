@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -135,7 +136,7 @@ def training_step(
         mean = 1 / (targets * session.loss_scale)
         loss, norm = session.update(hyper(updates, RATE, BETAS, EPS, WEIGHT_DECAY, CLIP, mean))
         seconds = time.perf_counter() - start
-        peak = _peak_memory() if backend.name == "cpu" else allocated
+        peak = peak_memory() if backend.name == "cpu" else allocated
         return Update(seconds, loss / targets, norm, peak)
 
     return step
@@ -200,6 +201,12 @@ def _serve(connection: Connection, folder: Path, device: str, precision: str, ro
         pass  # nobody asks any more
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
+    """The most memory that this process had so far, in bytes."""
+    # Not ru_maxrss on Linux: a process begins with that of the one which started it.
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
