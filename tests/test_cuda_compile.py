@@ -44,9 +44,10 @@ except RuntimeError:
 SHARED = {80: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 # The register file of a multiprocessor; a warp is given registers by 256.
 REGISTERS, GRANULE, WARP = 65536, 256, 32
-# Kernels whose registers do not suffice, and why that is as it should be.
-MAY_SPILL: dict[str, str] = {}
-SPILL = re.compile(r"^.*[Rr]egisters are spilled.*$", re.MULTILINE)
+# Bytes that a thread may keep in memory for want of registers. Some of NVRTC's versions keep a
+# number or two of a thread that fetches tiles there, which it needs once a tile.
+MAY_SPILL = {"gemm_wgmma": 8}
+SPILL = re.compile(r"^.*[Rr]egisters are spilled.*, (\d+) bytes spill stores.*$", re.MULTILINE)
 ACTIVATIONS = (BF16, F16, F32)
 # Beside the small ones: heads of all usual sizes, and what large models are made of.
 MORE_SIZES: list[dict[str, Any]] = [
@@ -155,8 +156,8 @@ def test_every_kernel_fits_its_launches(capability: int, folder: Path) -> None:
         if isinstance(made, BackendError):
             faults.append(str(made))
             continue
-        if kernel.expression.partition("<")[0] not in MAY_SPILL:
-            faults += SPILL.findall(made.log)
+        most = MAY_SPILL.get(kernel.expression.partition("<")[0], 0)
+        faults += [x[0] for x in SPILL.finditer(made.log) if int(x[1]) > most]
         for launch in wanted[kernel]:
             told = complaints(kernel, made, launch, SHARED[capability])
             faults += [f"{kernel} {fault}" for fault in told]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from krnl.backends.cuda_launch import HOPPER, BoundLaunch, Launcher, naming
 from krnl.backends.cuda_memory import CudaMemory, Staging
 from krnl.backends.cuda_roof import measure
 from krnl.dtypes import BF16, F16, F32
-from krnl.errors import ConfigError
+from krnl.errors import BackendError, ConfigError
 from krnl.kernels.cuda.table import table
 from krnl.kernels.launch import GpuRow
 from krnl.plan.arena import Layout, Plan
@@ -153,10 +154,15 @@ class CudaProgram:
             for dispatch in self._dispatches:
                 for launch in dispatch.launches:
                     self._launcher.launch(launch)
+        except BackendError:
+            with suppress(BackendError):  # the reason is the one above
+                gpu("cuStreamEndCapture", gpu.stream)
+            raise
+        drawn = gpu("cuStreamEndCapture", gpu.stream)
+        try:
+            graph = gpu("cuGraphInstantiate", drawn, 0)
         finally:
-            drawn = gpu("cuStreamEndCapture", gpu.stream)
-        graph = gpu("cuGraphInstantiate", drawn, 0)
-        gpu("cuGraphDestroy", drawn)
+            gpu("cuGraphDestroy", drawn)
         gpu.on_end(self, "cuGraphExecDestroy", graph)
         gpu("cuGraphUpload", graph, gpu.stream)
         return graph

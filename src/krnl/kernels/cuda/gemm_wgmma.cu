@@ -237,6 +237,8 @@ struct Kernel {
       }
       if (kInTurns && index + int(gridDim.x) < tiles()) give_turn(1 - consumer());
       wait_products<0>();
+#pragma unroll
+      for (int part = 0; part < kParts; part++) pin(sums[part]);
       if (running >= 0) release(running);
       if constexpr (kSplit > 1) {
         float mine[kShare];

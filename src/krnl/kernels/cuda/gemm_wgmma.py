@@ -160,7 +160,8 @@ class Job:
     @property
     def fits(self) -> bool:
         """Whether all rows begin at multiples of 16 bytes, as the copy engine wants it of operands
-        and vectors of results; with SwiGLU, gate and up have adapters both or neither."""
+        and vectors of results. Results are of one type, and those of floats have no residual; with
+        SwiGLU, gate and up have adapters both or neither."""
         first = self.first
         dtype = first.pairs[0].a.dtype
         pairs = [pair for member in self.members for pair in member.all_pairs]
@@ -173,6 +174,8 @@ class Job:
             and all(m.columns % 8 == 0 and m.epilogue.stride % 8 == 0 for m in self.members)
             and all(b is None or b.start % 8 == 0 for b in self._results())
             and (self.act is None or len({m.adapter is None for m in self.members}) == 1)
+            and len({m.epilogue.to_floats for m in self.members}) == 1
+            and not (first.epilogue.to_floats and first.epilogue.residual)
         )
 
     def tiling(self, splits: Collection[int] = CLUSTERS) -> Tiling:
