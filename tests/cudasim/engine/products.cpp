@@ -1,5 +1,5 @@
-// What tensor cores do: a warp's products and 8 × 8 matrices, and products of a warpgroup on tiles in shared memory. Their
-// sums are there when threads have waited for them and not before.
+// What tensor cores do: a warp's products and 8 × 8 matrices, and products of a warpgroup on tiles in shared memory.
+// Their sums are there when threads have waited for them and not before.
 
 #include <string.h>
 

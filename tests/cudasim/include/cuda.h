@@ -56,8 +56,8 @@ inline void sincospif(float x, float *sine, float *cosine) {
   *cosine = float(cos(kPi * double(x)));
 }
 
-// What code calls that is compiled with -fsanitize=alignment,bounds. Each library of kernels has its own, which nobody else
-// sees: those of the Metal simulator have the same names.
+// What code calls that is compiled with -fsanitize=alignment,bounds. Each library of kernels has its own, which nobody
+// else sees: those of the Metal simulator have the same names.
 #define CUDASIM_HANDLER extern "C" __attribute__((used, weak, noinline, visibility("hidden"))) void
 CUDASIM_HANDLER __ubsan_handle_type_mismatch_v1(const void *, const void *pointer) {
   cudasim_misaligned(pointer, __builtin_return_address(0));

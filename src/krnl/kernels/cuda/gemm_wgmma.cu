@@ -1,10 +1,11 @@
-// Matrix products of 16-bit elements on Hopper: sums of up to three products and an adapter's, and what becomes of them.
+// Matrix products of 16-bit elements on Hopper: sums of up to three products and an adapter's, and what becomes of
+// them.
 //
 // A block has one warpgroup that fetches tiles of both operands into a ring in shared memory, and one or two that
 // multiply. Two either share a tile, 64 rows each, or take tiles in turns: one multiplies while the other writes, which
-// pays where much is written. Blocks go from tile to tile of the result, so that the next tile's operands arrive while the
-// last is written. Where there are too few tiles, the blocks of a cluster share one: each sums a part of K, then part of
-// the columns of all, in fixed order.
+// pays where much is written. Blocks go from tile to tile of the result, so that the next tile's operands arrive while
+// the last is written. Where there are too few tiles, the blocks of a cluster share one: each sums a part of K, then
+// part of the columns of all, in fixed order.
 #include "staging.h"
 
 // How operands lie. nn: a [m, k], b [k, n]; nt: b [n, k]; tn: a [k, m].
@@ -25,8 +26,8 @@ constexpr int kPairs = 3, kMembers = 3;
 constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
 constexpr int kTileGroup = 8;  // tiles along M that are worked through together: they share what was read of b
 
-// Results of as many rows that are computed side by side: their columns, the first of their tiles along N, the rank of their
-// adapter, and elements from a row to the next of y, residual, gate, up, dgate, dup and act.
+// Results of as many rows that are computed side by side: their columns, the first of their tiles along N, the rank of
+// their adapter, and elements from a row to the next of y, residual, gate, up, dgate, dup and act.
 struct Member {
   int32 columns, first_tile, rank, stride;
 };
@@ -432,7 +433,8 @@ struct Kernel {
     for (int half = 0; half < 2; half++) {
       const int row = thread_row(tile) + half * 8;
       if (row >= rows()) continue;
-      // All that is added to is read before anything is written, which might be the same for all that the compiler knows.
+      // All that is added to is read before anything is written, which might be the same for all that the compiler
+      // knows.
       constexpr int kCount = kShare / 4, kAtOnce = kCount % 8 == 0 ? 8 : kCount % 4 == 0 ? 4 : kCount;
 #pragma unroll
       for (int first = 0; first < kShare / 4; first += kAtOnce) {

@@ -1,5 +1,5 @@
-// What Hopper adds, in small wrappers: barriers in shared memory that count bytes, the copy engine that fills tiles, matrix
-// products that a warpgroup issues on tiles in shared memory, and blocks that form a cluster.
+// What Hopper adds, in small wrappers: barriers in shared memory that count bytes, the copy engine that fills tiles,
+// matrix products that a warpgroup issues on tiles in shared memory, and blocks that form a cluster.
 //
 // PTX ISA 8.0 and later, sections on mbarrier, cp.async.bulk.tensor, wgmma and barrier.cluster.
 #pragma once
@@ -12,8 +12,8 @@ struct alignas(64) TensorMap {
   uint8 opaque[128];
 };
 
-// Barriers. A phase ends when `arrivals` threads have arrived and all bytes that were announced have come; a waiter names
-// the parity of the phase whose end it waits for.
+// Barriers. A phase ends when `arrivals` threads have arrived and all bytes that were announced have come; a waiter
+// names the parity of the phase whose end it waits for.
 __device__ inline void init_barrier(uint64 *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
@@ -109,8 +109,8 @@ __device__ inline void store_peer(uint32 address, float4 x) {
                : "memory");
 }
 
-// Descriptors of operand tiles whose rows of 128 bytes are swizzled. Along K: 8 rows lie 1,024 bytes from the next 8. Along M
-// or N: a strip is 64 elements wide and kDepth deep, strips follow one another.
+// Descriptors of operand tiles whose rows of 128 bytes are swizzled. Along K: 8 rows lie 1,024 bytes from the next 8.
+// Along M or N: a strip is 64 elements wide and kDepth deep, strips follow one another.
 constexpr int kDepth = 64;  // of a tile in K: 128 bytes of 16-bit elements
 constexpr int kStrip = 64;  // elements of M or N that a row of 128 bytes holds
 constexpr int kStripBytes = kDepth * kStrip * 2;
@@ -121,8 +121,8 @@ __device__ inline uint64 describe(const void *tile, int leading_bytes) {
          kSwizzle128 << 62;
 }
 
-// Products. Between `begin_products` and `end_products` a warpgroup issues them; they run in order, and their accumulators
-// must be left alone until `wait_products` says that all but the last kPending groups are done.
+// Products. Between `begin_products` and `end_products` a warpgroup issues them; they run in order, and their
+// accumulators must be left alone until `wait_products` says that all but the last kPending groups are done.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
@@ -151,9 +151,9 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
       "+f"(x[i + 7]), "+f"(x[i + 8]), "+f"(x[i + 9]), "+f"(x[i + 10]), "+f"(x[i + 11]), "+f"(x[i + 12]),               \
       "+f"(x[i + 13]), "+f"(x[i + 14]), "+f"(x[i + 15])
 
-// acc[64, kColumns] (+)= a b over 16 values of K, each operand a tile in shared memory; kAlongM and kAlongN say that it lies
-// along M or N. Thread t of the warpgroup has, for every 8 columns j, elements (row, column) and (row, column + 1) in
-// acc[4j], acc[4j + 1] and the same of row + 8 in acc[4j + 2], acc[4j + 3], with row = t / 32 · 16 + t % 32 / 4 and
+// acc[64, kColumns] (+)= a b over 16 values of K, each operand a tile in shared memory; kAlongM and kAlongN say that it
+// lies along M or N. Thread t of the warpgroup has, for every 8 columns j, elements (row, column) and (row, column + 1)
+// in acc[4j], acc[4j + 1] and the same of row + 8 in acc[4j + 2], acc[4j + 3], with row = t / 32 · 16 + t % 32 / 4 and
 // column = 8j + 2 (t % 4).
 template <typename T, int kColumns, bool kAlongM, bool kAlongN>
 struct Product;

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kMostThreads)
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-// The root of the sum of the blocks, in one block. Not finite where the loss is not: adamw, and the host, look at the norm
-// alone.
+// The root of the sum of the blocks, in one block. Not finite where the loss is not: adamw, and the host, look at the
+// norm alone.
 __global__ void __launch_bounds__(kMostThreads)
     gradient_norm(const f32 *sums, const f32 *loss, f32 *norm, const uint32 count) {
   __shared__ float scratch[kWarp];

@@ -1,5 +1,5 @@
-// Element-wise ops and copies of rows. Each thread has eight adjacent elements. Rows are the grid's second axis; where it
-// is shorter than there are rows, blocks go on with others.
+// Element-wise ops and copies of rows. Each thread has eight adjacent elements. Rows are the grid's second axis; where
+// it is shorter than there are rows, blocks go on with others.
 #include "rows.h"
 
 // ---- Conversions ----

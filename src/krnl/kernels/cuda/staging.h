@@ -2,8 +2,8 @@
 #pragma once
 #include "hopper.h"
 
-// A warp's 16 rows of a tile on their way from registers to memory, in shared memory: registers hold pieces of 8 × 8, and
-// memory wants whole rows. Rows are a vector longer than they need be, which spreads them over the banks.
+// A warp's 16 rows of a tile on their way from registers to memory, in shared memory: registers hold pieces of 8 × 8,
+// and memory wants whole rows. Rows are a vector longer than they need be, which spreads them over the banks.
 template <typename T, int kWidth>
 struct Staging {
   static constexpr int kPitch = kWidth * 2 + 16, kBytes = 16 * kPitch, kVectors = kWidth / 8;  // of a row
