@@ -3,9 +3,10 @@
 import os
 import platform
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -31,6 +32,8 @@ from krnl.training.session import Session, plan_training
 if TYPE_CHECKING:
     from krnl.backends.cuda import CudaBackend
     from krnl.backends.metal import MetalBackend
+
+B = TypeVar("B", bound=Backend)
 
 LIBRARIES = (
     "numpy",
@@ -102,6 +105,15 @@ def examine(console: Console) -> bool:
     return passed
 
 
+def _opened(console: Console, name: str, backend: Callable[[], B]) -> B | None:
+    """The device, or None; says why it does not open."""
+    try:
+        return backend()
+    except KrnlError as error:
+        console.print(f"[red]FAIL[/] {name}: {escape(str(error))}", highlight=False)
+        return None
+
+
 def _metal(console: Console) -> "MetalBackend | None":
     """The Metal device, or None; says which it is, or why there is none."""
     if not has_metal():
@@ -113,10 +125,8 @@ def _metal(console: Console) -> "MetalBackend | None":
         return None
     from krnl.backends.metal import MetalBackend
 
-    try:
-        metal = MetalBackend()
-    except KrnlError as error:
-        console.print(f"[red]FAIL[/] metal: {escape(str(error))}", highlight=False)
+    metal = _opened(console, "metal", MetalBackend)
+    if metal is None:
         return None
     console.print(
         f"metal: {escape(metal.device_name)}, may use {metal.limits.memory / 2**30:.1f} GiB, at "
@@ -138,10 +148,8 @@ def _cuda(console: Console) -> "CudaBackend | None":
         return None
     from krnl.backends.cuda import CudaBackend
 
-    try:
-        cuda = CudaBackend()
-    except KrnlError as error:
-        console.print(f"[red]FAIL[/] cuda: {escape(str(error))}", highlight=False)
+    cuda = _opened(console, "cuda", CudaBackend)
+    if cuda is None:
         return None
     console.print(
         f"cuda: {escape(cuda.device_name)}, {cuda.driver}, {cuda.limits.memory / 2**30:.1f} of "

@@ -13,6 +13,7 @@ from krnl.backends.base import Limits, Memory
 from krnl.backends.cuda import ON_PAPER
 from krnl.backends.cuda_compiler import Kernel
 from krnl.backends.cuda_launch import packed
+from krnl.errors import BackendError
 from krnl.kernels.cuda.table import table
 from krnl.kernels.launch import GpuRow, Launch
 from krnl.plan.arena import Layout, Plan
@@ -73,7 +74,7 @@ class SimulatedProgram:
                 raise
 
     def time(self) -> list[float]:
-        raise NotImplementedError("a simulator's times say nothing of a GPU's")
+        raise BackendError("A simulator's times say nothing of a GPU's.")
 
     def _arguments(self, launch: Launch) -> list[bytes]:
         address = self._memory.address

@@ -95,6 +95,14 @@ def timed(
     return Entry(contestant, value(seconds), unit, (low, high), reported, note, ratio, rate)
 
 
+def milliseconds(measurement: Measurement, flops: Mapping[str, int], note: str = "") -> list[Entry]:
+    """The entries of contestants with so many operations each."""
+    return [
+        timed(measurement, name, "ms", lambda s: 1e3 * s, note=note, flops=count)
+        for name, count in flops.items()
+    ]
+
+
 def comparable(
     figure: float | None, there: tuple[object, ...], here: tuple[object, ...]
 ) -> float | None:

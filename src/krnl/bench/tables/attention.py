@@ -2,7 +2,7 @@
 never do. The report has no figures for it."""
 
 from krnl.bench.command import Bench
-from krnl.bench.results import Entry, Result, timed
+from krnl.bench.results import Entry, Result, milliseconds
 from krnl.bench.workloads import HeadShape, attention_alone
 from krnl.devices import precision_name
 
@@ -29,17 +29,7 @@ def run(bench: Bench) -> Result:
                 name = f"{route}, {tokens:,} tokens, {passes}"
                 contestants[name], flops[name] = work.turn, work.flops
     measured = bench.gate.measure(contestants, bench.rounds)
-    entries = [
-        timed(
-            measured,
-            name,
-            "ms",
-            lambda s: 1e3 * s,
-            note="operations of the visible half",
-            flops=flops[name],
-        )
-        for name in contestants
-    ]
+    entries = milliseconds(measured, flops, note="operations of the visible half")
     for route, backends in ROUTES.items():
         if backend.name not in backends:
             note = f"the {backend.name} backend has no {route} attention"

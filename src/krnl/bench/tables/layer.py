@@ -1,7 +1,7 @@
 """What the report names as its next step: a whole decoder layer, attention included."""
 
 from krnl.bench.command import Bench
-from krnl.bench.results import Result, timed
+from krnl.bench.results import Result, milliseconds
 from krnl.bench.shapes import SHAPES
 from krnl.bench.workloads import decoder_layer
 from krnl.devices import precision_name
@@ -34,17 +34,7 @@ def run(bench: Bench) -> Result:
         name = f"{tokens:,} tokens, {precision_name(activation)}"
         contestants[name], flops[name] = layer.turn, layer.flops
     measured = bench.gate.measure(contestants, bench.rounds)
-    entries = [
-        timed(
-            measured,
-            name,
-            "ms",
-            lambda s: 1e3 * s,
-            flops=flops[name],
-        )
-        for name in contestants
-    ]
     title = f"A decoder layer of {MODEL}, forward and backward, rank {RANK} on every linear layer"
     if bench.quick:
         title += ", shrunk"
-    return bench.result("layer", title, measured, entries)
+    return bench.result("layer", title, measured, milliseconds(measured, flops))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.kernels.cuda import attention_wgmma
-from krnl.kernels.launch import GpuRow, Launch, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
-LANES = 32  # of a warp
 # attention_mma.cu: rows and warps of a block, widths that heads are filled up to, and elements in a
 # copy of 16 bytes.
 BLOCK_ROWS, BLOCK_WARPS, WIDTHS, VECTOR = 64, 4, (32, 64, 96, 128), 8

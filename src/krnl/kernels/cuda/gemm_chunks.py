@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from krnl.kernels.launch import Launch, pieces
-from krnl.kernels.products import PAIRS, Epilogue, Product
+from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
+from krnl.plan.step import Call
 
 LAYOUTS = ("nn", "nt", "tn")  # enum Layout
 STEP = 32  # values of K that are staged together
@@ -77,6 +78,14 @@ def arguments(
     places = [*product.pairs, *[None] * (PAIRS - len(product.pairs)), product.adapter]
     operands = [x for p in places for x in ((p.a, p.b) if p else (None, None))]
     return (*operands, *_outputs(epilogue), product.live, _shape(product, epilogue, count))
+
+
+def swiglu_arguments(call: Call) -> tuple[Buffer | bytes | None, ...]:
+    """Of a kernel that makes gate, up and act."""
+    x, w_gate, w_up, u, b_gate, b_up, live = inputs(call)
+    ranks = [b.shape[1] if b else 0 for b in (b_gate, b_up)]
+    shape = struct.pack("<5i", x.shape[0], w_gate.shape[0], x.shape[1], *ranks)
+    return (x, w_gate, w_up, u, b_gate, b_up, *call.writes(), live, shape)
 
 
 def _reduce(product: Product, partials: Buffer, count: int) -> Launch:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from krnl.dtypes import BF16, F16
 from krnl.kernels.cuda import gemm_chunks
 from krnl.kernels.cuda.gemm_chunks import ENOUGH_BLOCKS, LAYOUTS, STEP, Tile
-from krnl.kernels.cuda.gemm_simt import swiglu_arguments
 from krnl.kernels.launch import Launch
 from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
@@ -123,7 +122,7 @@ def swiglu_launches(call: Call) -> list[Launch]:
         Launch(
             "gemm_mma",
             "gemm_mma_swiglu",
-            swiglu_arguments(call),
+            gemm_chunks.swiglu_arguments(call),
             (tiles, 1, 1),
             warps.threads,
             (x.dtype,),

@@ -1,7 +1,5 @@
 """Launches of the matrix products of any types, shapes and strides (gemm_simt.cu)."""
 
-import struct
-
 from krnl.kernels.cuda import gemm_chunks
 from krnl.kernels.cuda.gemm_chunks import LAYOUTS, Tile
 from krnl.kernels.launch import Launch
@@ -53,17 +51,9 @@ def swiglu_launches(call: Call) -> list[Launch]:
         Launch(
             "gemm_simt",
             "gemm_simt_swiglu",
-            swiglu_arguments(call),
+            gemm_chunks.swiglu_arguments(call),
             (tiles, 1, 1),
             THREADS,
             (x.dtype, w_gate.dtype),
         )
     ]
-
-
-def swiglu_arguments(call: Call) -> tuple[Buffer | bytes | None, ...]:
-    """Of a kernel that makes gate, up and act."""
-    x, w_gate, w_up, u, b_gate, b_up, live = inputs(call)
-    ranks = [b.shape[1] if b else 0 for b in (b_gate, b_up)]
-    shape = struct.pack("<5i", x.shape[0], w_gate.shape[0], x.shape[1], *ranks)
-    return (x, w_gate, w_up, u, b_gate, b_up, *call.writes(), live, shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from krnl.dtypes import BF16, F16
+from krnl.kernels.cuda.gemm_chunks import LAYOUTS
 from krnl.kernels.launch import Launch, TensorMap, pieces
 from krnl.kernels.products import (
     PAIRS,
@@ -20,7 +21,6 @@ from krnl.kernels.products import (
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
-LAYOUTS = ("nn", "nt", "tn")  # enum Layout
 # enum Epilogue
 STORE, ADD, STORE_FLOATS, ACCUMULATE, ACCUMULATE_ACROSS, SWIGLU, SWIGLU_BACKWARD = range(7)
 MEMBERS = 3  # results that one launch computes side by side

@@ -158,95 +158,63 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
 template <typename T, int kColumns, bool kAlongM, bool kAlongN>
 struct Product;
 
-#define KRNL_ARGUMENTS(...) __VA_ARGS__
-#define KRNL_PRODUCT(COLUMNS, TYPE, REGISTERS, ACCUMULATORS, A, B, ADDS, ALONG_M, ALONG_N)                             \
+#define KRNL_PRODUCT(COLUMNS, TYPE, REGISTERS, A, B, ADDS, ALONG_M, ALONG_N, ...)                                      \
   template <bool kAlongM, bool kAlongN>                                                                                \
   struct Product<TYPE, COLUMNS, kAlongM, kAlongN> {                                                                    \
     __device__ static inline void add(float *x, uint64 a, uint64 b, int adds) {                                        \
       asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS ", 0;\n"                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." #TYPE "." #TYPE " {" REGISTERS "}, " A       \
                    ", " B ", adds, 1, 1, " ALONG_M ", " ALONG_N ";\n}\n"                                              \
-                   : ACCUMULATORS                                                                                      \
+                   : __VA_ARGS__                                                                                       \
                    : "l"(a), "l"(b), "r"(adds), "n"(int(kAlongM)), "n"(int(kAlongN)));                                 \
     }                                                                                                                  \
   };
-KRNL_PRODUCT(64, bf16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16)), "%32", "%33", "%34", "%35", "%36")
-KRNL_PRODUCT(64, f16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16)), "%32", "%33", "%34", "%35", "%36")
-KRNL_PRODUCT(96, bf16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32)), "%48", "%49", "%50",
-             "%51", "%52")
-KRNL_PRODUCT(96, f16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32)), "%48", "%49", "%50",
-             "%51", "%52")
-KRNL_PRODUCT(128, bf16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48)),
-             "%64", "%65", "%66", "%67", "%68")
-KRNL_PRODUCT(128, f16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48)),
-             "%64", "%65", "%66", "%67", "%68")
-KRNL_PRODUCT(192, bf16,
-             KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
-                              ", " KRNL_REGISTERS_5,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48),
-                            KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80)),
-             "%96", "%97", "%98", "%99", "%100")
-KRNL_PRODUCT(192, f16,
-             KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
-                              ", " KRNL_REGISTERS_5,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48),
-                            KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80)),
-             "%96", "%97", "%98", "%99", "%100")
-KRNL_PRODUCT(256, bf16,
-             KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
-                              ", " KRNL_REGISTERS_5 ", " KRNL_REGISTERS_6 ", " KRNL_REGISTERS_7,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48),
-                            KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80), KRNL_FLOATS_16(x, 96),
-                            KRNL_FLOATS_16(x, 112)),
-             "%128", "%129", "%130", "%131", "%132")
-KRNL_PRODUCT(256, f16,
-             KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
-                              ", " KRNL_REGISTERS_5 ", " KRNL_REGISTERS_6 ", " KRNL_REGISTERS_7,
-             KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48),
-                            KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80), KRNL_FLOATS_16(x, 96),
-                            KRNL_FLOATS_16(x, 112)),
-             "%128", "%129", "%130", "%131", "%132")
+// For both types of elements.
+#define KRNL_PRODUCTS(COLUMNS, REGISTERS, A, B, ADDS, ALONG_M, ALONG_N, ...)                                           \
+  KRNL_PRODUCT(COLUMNS, bf16, REGISTERS, A, B, ADDS, ALONG_M, ALONG_N, __VA_ARGS__)                                    \
+  KRNL_PRODUCT(COLUMNS, f16, REGISTERS, A, B, ADDS, ALONG_M, ALONG_N, __VA_ARGS__)
+KRNL_PRODUCTS(64, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1, "%32", "%33", "%34", "%35", "%36", KRNL_FLOATS_16(x, 0),
+              KRNL_FLOATS_16(x, 16))
+KRNL_PRODUCTS(96, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2, "%48", "%49", "%50", "%51", "%52",
+              KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32))
+KRNL_PRODUCTS(128, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3, "%64", "%65",
+              "%66", "%67", "%68", KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32),
+              KRNL_FLOATS_16(x, 48))
+KRNL_PRODUCTS(192,
+              KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
+                               ", " KRNL_REGISTERS_5,
+              "%96", "%97", "%98", "%99", "%100", KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32),
+              KRNL_FLOATS_16(x, 48), KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80))
+KRNL_PRODUCTS(256,
+              KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3 ", " KRNL_REGISTERS_4
+                               ", " KRNL_REGISTERS_5 ", " KRNL_REGISTERS_6 ", " KRNL_REGISTERS_7,
+              "%128", "%129", "%130", "%131", "%132", KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16),
+              KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48), KRNL_FLOATS_16(x, 64), KRNL_FLOATS_16(x, 80),
+              KRNL_FLOATS_16(x, 96), KRNL_FLOATS_16(x, 112))
 
 // acc[64, kColumns] (+)= a b, with a's 16 values of K in registers: of each warp's 16 rows, as mma.m16n8k16 wants them.
 template <typename T, int kColumns, bool kAlongN>
 struct ProductFromRegisters;
 
-#define KRNL_PRODUCT_FROM_REGISTERS(COLUMNS, TYPE, REGISTERS, ACCUMULATORS, A, B, ADDS, ALONG_N)                       \
+#define KRNL_PRODUCT_FROM_REGISTERS(COLUMNS, TYPE, REGISTERS, A, B, ADDS, ALONG_N, ...)                                \
   template <bool kAlongN>                                                                                              \
   struct ProductFromRegisters<TYPE, COLUMNS, kAlongN> {                                                                \
     __device__ static inline void add(float *x, const uint32 (&a)[4], uint64 b, int adds) {                            \
       asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS ", 0;\n"                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." #TYPE "." #TYPE " {" REGISTERS "}, {" A     \
                    "}, " B ", adds, 1, 1, " ALONG_N ";\n}\n"                                                           \
-                   : ACCUMULATORS                                                                                      \
+                   : __VA_ARGS__                                                                                       \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(int(kAlongN)));                \
     }                                                                                                                  \
   };
-KRNL_PRODUCT_FROM_REGISTERS(64, bf16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16)), "%32, %33, %34, %35", "%36",
-                            "%37", "%38")
-KRNL_PRODUCT_FROM_REGISTERS(64, f16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16)), "%32, %33, %34, %35", "%36",
-                            "%37", "%38")
-KRNL_PRODUCT_FROM_REGISTERS(96, bf16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32)),
-                            "%48, %49, %50, %51", "%52", "%53", "%54")
-KRNL_PRODUCT_FROM_REGISTERS(96, f16, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32)),
-                            "%48, %49, %50, %51", "%52", "%53", "%54")
-KRNL_PRODUCT_FROM_REGISTERS(128, bf16,
-                            KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32),
-                                           KRNL_FLOATS_16(x, 48)),
-                            "%64, %65, %66, %67", "%68", "%69", "%70")
-KRNL_PRODUCT_FROM_REGISTERS(128, f16,
-                            KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3,
-                            KRNL_ARGUMENTS(KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32),
-                                           KRNL_FLOATS_16(x, 48)),
-                            "%64, %65, %66, %67", "%68", "%69", "%70")
+// For both types of elements.
+#define KRNL_PRODUCTS_FROM_REGISTERS(COLUMNS, REGISTERS, A, B, ADDS, ALONG_N, ...)                                     \
+  KRNL_PRODUCT_FROM_REGISTERS(COLUMNS, bf16, REGISTERS, A, B, ADDS, ALONG_N, __VA_ARGS__)                              \
+  KRNL_PRODUCT_FROM_REGISTERS(COLUMNS, f16, REGISTERS, A, B, ADDS, ALONG_N, __VA_ARGS__)
+KRNL_PRODUCTS_FROM_REGISTERS(64, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1, "%32, %33, %34, %35", "%36", "%37", "%38",
+                             KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16))
+KRNL_PRODUCTS_FROM_REGISTERS(96, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2, "%48, %49, %50, %51",
+                             "%52", "%53", "%54", KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16), KRNL_FLOATS_16(x, 32))
+KRNL_PRODUCTS_FROM_REGISTERS(128, KRNL_REGISTERS_0 ", " KRNL_REGISTERS_1 ", " KRNL_REGISTERS_2 ", " KRNL_REGISTERS_3,
+                             "%64, %65, %66, %67", "%68", "%69", "%70", KRNL_FLOATS_16(x, 0), KRNL_FLOATS_16(x, 16),
+                             KRNL_FLOATS_16(x, 32), KRNL_FLOATS_16(x, 48))
