@@ -43,7 +43,7 @@ def differentiated(dy: mx.array, *primals: mx.array) -> list[mx.array]:
 
 def step() -> dict[str, float]:
     gradients[:] = differentiated(dy, x, *adapters)
-    mx.eval(gradients)
+    mx.async_eval(gradients)
     return {}
 
 
@@ -54,4 +54,5 @@ serve(
     mlx_worker.threads,
     lambda: mlx_worker.peak(options.device),
     lambda: norms([float(mx.linalg.norm(g.astype(mx.float32).reshape(-1))) for g in gradients]),
+    mx.synchronize,
 )

@@ -81,10 +81,16 @@ def step() -> dict[str, float]:
     norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    finish(device)
     return {"loss": float(loss.detach()), "norm": float(norm)}
 
 
 packages = ["torch", "transformers", "peft"]
 packages += ["liger_kernel"] * (options.variant == "liger")
-serve(options, step, packages, torch.get_num_threads, lambda: torch_worker.peak(device))
+serve(
+    options,
+    step,
+    packages,
+    torch.get_num_threads,
+    lambda: torch_worker.peak(device),
+    finish=lambda: finish(device),
+)

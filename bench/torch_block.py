@@ -5,8 +5,6 @@
 fp32 adapters in a 16-bit base are computed as PEFT does it: the input is widened, the sum
 rounded."""
 
-from collections.abc import Callable
-
 import torch
 import torch_worker
 from block import EPS, arguments, drawn, norms
@@ -61,26 +59,11 @@ def differentiate() -> None:
     forward(x).backward(dy)
 
 
-def captured() -> Callable[[], None]:
-    """`differentiate` as one CUDA graph. What it allocates is allocated before."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            differentiate()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        differentiate()
-    return graph.replay
-
-
-run = captured() if options.variant == "graph" else differentiate
+run = torch_worker.captured(differentiate) if options.variant == "graph" else differentiate
 
 
 def step() -> dict[str, float]:
     run()
-    finish(device)
     return {}
 
 
@@ -91,4 +74,5 @@ serve(
     torch.get_num_threads,
     lambda: torch_worker.peak(device),
     lambda: norms([float(t.grad.float().norm()) for t in (x, *adapters)]),
+    lambda: finish(device),
 )

@@ -1,6 +1,7 @@
 """What the workers with PyTorch have in common."""
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from protocol import resident
@@ -19,6 +20,20 @@ def finish(device: str) -> None:
     """Waits until the device has done all it was given."""
     if device != "cpu":
         getattr(torch, device).synchronize()
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """What `run` does, as one CUDA graph. What it allocates is allocated before."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def peak(device: str) -> int:

@@ -6,6 +6,10 @@ first is KRNL; or a list of what was not measured. To measure a table anew, or f
 
     krnl bench gemm --json docs/results/bench-gemm-cpu.json
     python scripts/write_measurements.py
+
+A file is called bench-TABLE-DEVICE.json. What else tells it from others of its table stands behind
+the device: bench-step-cuda-4096.json, bench-model-cuda-llama-3.2-1b-4x2048.json. Results stand on
+the page as krnl bench lists their tables, and those of one table by the names of their files.
 """
 
 import argparse
@@ -86,8 +90,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def in_order(results: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """As `krnl bench` lists its tables. Ends with a sentence where two files hold the same table of
-    the same device: the old one is to be replaced."""
+    """As `krnl bench` lists its tables, and by file where they are of one. Ends with a sentence
+    where two files hold the same title and device: the old one is to be replaced."""
     seen: dict[tuple[str, str, str], Path] = {}
     for path, content in results:
         with named(path):
@@ -165,7 +169,7 @@ def table(content: dict[str, Any]) -> Iterator[str]:
     """A result of `krnl bench`."""
     result = from_json(_known(content))
     machine, measurement = result.machine, result.measurement
-    yield f"## {result.title} (`krnl bench {result.command}`)"
+    yield f"## {result.title} (`{result.asked}`)"
     driver = [f"driver {machine.driver}"] * bool(machine.driver)
     ours = ", ".join([machine.device, machine.system, *driver, f"krnl {machine.krnl}"])
     if measurement is None:
@@ -195,8 +199,8 @@ def absent(content: dict[str, Any]) -> Iterator[str]:
     """What a table could not measure on its machine: a line, and one below it for each entry."""
     missing = [entry for entry in content["entries"] if entry["value"] is None]
     if missing:
-        device = content["machine"]["device"]
-        yield wrapped(f"- `krnl bench {content['command']}` on {device}:", "  ")
+        result = from_json(_known(content))
+        yield wrapped(f"- `{result.asked}` on {result.machine.device}:", "  ")
     for entry in missing:
         yield wrapped(f"  - {entry['name']}: {entry['note']}", "    ")
 

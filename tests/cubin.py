@@ -15,6 +15,8 @@ from dataclasses import dataclass
 PARAMETER, MOST_THREADS, REGISTERS = 0x17, 0x05, 0x2F
 WITH_CONTENT = 4  # the format of an attribute whose content follows
 NO_BITS = 8  # the type of a section of which there is only a size
+# Shared memory of a block that is the driver's, beside what a kernel may have. It lies in front.
+DRIVERS_SHARED = 1024
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ def shape(image: bytes, entry: str) -> Shape:
         for symbol, number in struct.iter_unpack("<2I", content)
     }
     shared = sections.get(f".nv.shared.{entry}", (0, b""))[0]
+    if shared and ".nv.shared.reserved.0" in sections:  # from Hopper on
+        shared -= DRIVERS_SHARED
     sizes = tuple(parameters[i] for i in range(len(parameters)))
     return Shape(sizes, registers[entry], most_threads, shared)
 

@@ -48,6 +48,8 @@ class Record:
 
 
 SUCCESS = Code(0, "CUDA_SUCCESS")
+# How far from where the host finds its memory the GPU finds it. On most machines both are the same.
+HOST_SEEN_FROM_GPU = 1 << 52
 FAILURES = {
     name: Code(number, f"CUDA_ERROR_{name}")
     for number, name in (
@@ -59,11 +61,14 @@ FAILURES = {
 class FakeDriver:
     """One GPU. `failing` has failures by the name of the function that is to tell them."""
 
+    multiprocessors = 132
+
     def __init__(self, capability: int = 90, version: int = 13000, nbytes: int = 1 << 30):
         self.capability, self.version, self.nbytes = capability, version, nbytes
         self.failing: dict[str, str] = {}
         self.calls: list[str] = []  # every function that was called
         self.blocks: dict[int, Any] = {}
+        self.host: dict[int, Any] = {}  # memory of the host's that the GPU can reach
         self.queue: list[Callable[[], None]] = []
         self.captured: list[Any] | None = None
         self.launched: list[Any] = []  # configurations, with `parameters`, as they ran
@@ -79,6 +84,7 @@ class FakeDriver:
         ):  # fmt: skip
             setattr(self, name, Enum())
         self.CUlaunchConfig = self.CUlaunchAttribute = Record
+        self.CU_MEMHOSTALLOC_PORTABLE, self.CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
 
     def __getattr__(self, name: str) -> Any:
         """A function of the driver."""
@@ -125,7 +131,12 @@ class FakeDriver:
 
     def _cuDeviceGetAttribute(self, attribute: Code, device: int) -> int:
         major, minor = divmod(self.capability, 10)
-        known = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "BLOCK_OPTIN": 99 << 10}
+        known = {
+            "CAPABILITY_MAJOR": major,
+            "CAPABILITY_MINOR": minor,
+            "BLOCK_OPTIN": 99 << 10,
+            "MULTIPROCESSOR_COUNT": self.multiprocessors,
+        }
         return next(value for end, value in known.items() if attribute.name.endswith(end))
 
     def _cuDevicePrimaryCtxRetain(self, device: int) -> int:
@@ -153,10 +164,19 @@ class FakeDriver:
         del self.blocks[address]
 
     def _cuMemHostAlloc(self, nbytes: int, flags: int) -> int:
+        assert flags == self.CU_MEMHOSTALLOC_PORTABLE | self.CU_MEMHOSTALLOC_DEVICEMAP
         address = self._memory(nbytes)
-        self.host = getattr(self, "host", [])
-        self.host.append(self.blocks.pop(address))  # none of the GPU's memory
+        self.host[address] = self.blocks.pop(address)  # none of the GPU's memory
+        ctypes.memset(address, 0xFF, nbytes)  # whatever lay there
         return address
+
+    def _cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
+        assert address in self.host and flags == 0
+        return address + HOST_SEEN_FROM_GPU
+
+    def _cuMemFreeHost(self, address: int) -> None:
+        self.run_queue()
+        del self.host[address]
 
     def _cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: str) -> None:
         self._enqueue(lambda: self._copy(target, source, nbytes))

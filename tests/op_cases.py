@@ -1,12 +1,12 @@
 """Inputs, and how far a kernel may be from the reference, for every op.
 
-An allowance has two terms. The result is rounded once to its type: half an ulp. And what
-was summed on the way was rounded to the accumulator's type at every step: √k of its ulps (the
-errors of k roundings add like a random walk; a factor of 4 covers the tail) of the magnitude, which
-is the same op on absolute values, where nothing cancels. Where operands are rounded to the
-activation type inside the kernel (probabilities in attention; weights of another type under bf16
-and float16 activations), one more ulp of that type of the magnitude. Below a type's smallest normal
-number ulps no longer shrink, which matters in float16.
+An allowance has two terms. The result is rounded once to its type: half an ulp. And what was summed
+on the way was rounded to the accumulator's type at every step: √k of its ulps (the errors of k
+roundings add like a random walk; a factor of 4 covers the tail) of the magnitude, which is the same
+op on absolute values, where nothing cancels. Where operands are rounded to the activation type
+inside the kernel (probabilities in attention; weights of another type under bf16 and float16
+activations; sums that Hopper's kernels hand over to SwiGLU), one more ulp of that type of the
+magnitude. Below a type's smallest normal number ulps no longer shrink, which matters in float16.
 """
 
 from collections.abc import Callable
@@ -438,13 +438,14 @@ def allowance(
     reference: tuple[Any, ...],
     activation: DType,
     types: list[DType],
-    rounds_weights: bool,
+    rounds: bool,
 ) -> list[Any]:
-    """How far each output may be from the reference."""
+    """How far each output may be from the reference. `rounds`: this kernel rounds what it forms
+    inside, even if not all for this op do."""
     smallest = float(finfo(activation.numpy).smallest_normal)
     magnitudes = (case.magnitude or absolute)(case, {**given, "smallest": smallest})
     inside = F32.eps * (4 * np.sqrt(case.terms(given["dims"])) + 4)
-    if case.rounds_inside or rounds_weights:
+    if case.rounds_inside or rounds:
         inside += activation.eps
 
     def bound(exact: Any, magnitude: Any, dtype: DType) -> Any:

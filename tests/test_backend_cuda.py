@@ -3,29 +3,37 @@ there is none."""
 
 import ctypes
 import gc
+import hashlib
+import os
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fake_cuda import FakeCompiler, FakeDriver, installed
-from krnl.backends import cuda_driver, cuda_memory
-from krnl.backends.cuda import HELD_LAUNCHES, ON_PAPER, CudaBackend
-from krnl.backends.cuda_compiler import Compiler, Kernel, architecture
+from fake_cuda import HOST_SEEN_FROM_GPU, FakeCompiler, FakeDriver, installed
+from krnl.backends import cuda_cache, cuda_compiler, cuda_driver, cuda_memory
+from krnl.backends.cuda import HELD_LAUNCHES, ON_PAPER, RESERVE, CudaBackend
+from krnl.backends.cuda_cache import CubinFolder
+from krnl.backends.cuda_compiler import WHEELS, Compiler, Kernel, architecture
 from krnl.backends.cuda_driver import STEPWISE_VARIABLE
-from krnl.dtypes import BF16, F16, F32, DType
+from krnl.bench import trainer
+from krnl.dtypes import BF16, F16, F32, I32, DType
 from krnl.errors import BackendError, ConfigError, PlanError
 from krnl.kernels.launch import GpuRow, Launch, TensorMap
-from krnl.plan.arena import Plan, plan
+from krnl.ops.pointwise import embedding
+from krnl.plan.arena import Block, Plan, plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table
 from krnl.plan.op import op
 from krnl.plan.step import Call, Step
+from krnl.training.memory import memory_use
+from tiny import ALL, Run, write_model
 
 
 @op("x[p] -> y[p]")
@@ -146,6 +154,136 @@ def test_a_view_is_written_and_read_where_it_lies(driver: FakeDriver) -> None:
     memory.write(buffer.rows(4, 4), np.zeros((0, 6)))
 
 
+IDS = Buffer("ids", (3,), I32, Kind.INPUT)
+GATHERING = Table(
+    "cuda", [GpuRow("embedding", launches=lambda call, _: [launch(call.arguments["table"])])]
+)
+
+
+def gathering(*tables: Buffer) -> Plan:
+    """A plan that reads rows of tables. Its kernels are handed the tables and nothing else."""
+    step = Step("gathering", BF16, Buffer("live", (1,), I32, Kind.INPUT))
+    for table in tables:
+        step(embedding, IDS, table)
+    (made,) = plan([step], GATHERING, host_tables=True)
+    return made
+
+
+def test_a_gpu_reads_a_table_in_the_hosts_memory(driver: FakeDriver) -> None:
+    """At the address that the driver gives for it. It takes none of the GPU's memory."""
+    tables = [Buffer(name, (100, 40), BF16, Kind.WEIGHT) for name in "ab"]
+    made = gathering(*tables, tables[1].rows(7, 20))
+    backend = CudaBackend(GATHERING)
+    before = dict(driver.host)
+    memory = backend.allocate(made.layout)
+    (address,) = driver.host.keys() - before.keys()
+    starts = [memory.address(table) - address for table in tables]
+    assert sorted(starts) == [HOST_SEEN_FROM_GPU, HOST_SEEN_FROM_GPU + 8000]
+    assert driver.host[address][1] == made.layout.hosted == 16000
+    program = backend.compile(made, memory)
+    program.run()
+    memory.read(IDS)
+    handed = [parameters(config, [8])[0] for config in driver.launched]
+    assert [int.from_bytes(value, "little") - address for value in handed] == [
+        *starts,
+        starts[1] + 7 * 40 * BF16.size,
+    ]
+    assert sum(nbytes for _, nbytes in driver.blocks.values()) == sum(
+        block.nbytes for block in made.layout.blocks if not block.host
+    )
+    del memory
+    assert address in driver.host, "the program still uses it"
+    del program
+    assert driver.host.keys() == before.keys() and not driver.blocks
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_a_table_in_the_hosts_memory_holds_what_one_in_the_gpus_does(
+    dtype: DType, values: str, driver: FakeDriver
+) -> None:
+    """Bit for bit: zeros at first, then what is written to it or to rows of it."""
+    table = Buffer("table", (60, 100), dtype, Kind.WEIGHT)
+    rows, given = table.rows(3, 5), VALUES[values](dtype)
+    found = []
+    for made in (gathering(table), buffers(table)):
+        memory = CudaBackend(GATHERING).allocate(made.layout)
+        assert not memory.read(table).any()
+        memory.write(table, given.reshape(60, 100) if given.size > 1 else given)
+        memory.write(rows, np.full((2, 100), 3.3))
+        memory.write(table.rows(4, 4), np.zeros((0, 100)))
+        assert memory.read(rows).tobytes() == np.full((2, 100), 3.3, dtype.numpy).tobytes()
+        found.append(memory.read(table))
+        assert found[-1].dtype == dtype.numpy
+        memory.write(table, 0)
+    assert found[0].any() and found[0].tobytes() == found[1].tobytes()
+
+
+def test_the_hosts_memory_is_written_when_nothing_reads_it(driver: FakeDriver) -> None:
+    table = Buffer("table", (4, 8), F32, Kind.WEIGHT)
+    made = gathering(table)
+    backend = CudaBackend(GATHERING)
+    memory = backend.allocate(made.layout)
+    memory.write(table, np.ones((4, 8)))
+    backend.compile(made, memory).run()
+    address = memory.address(table) - HOST_SEEN_FROM_GPU
+    seen = []
+    driver._enqueue(lambda: seen.append(ctypes.c_float.from_address(address).value))
+    memory.write(table, np.zeros((4, 8)))
+    assert seen == [1.0] and len(driver.launched) == 1 and not driver.queue
+    driver._enqueue(lambda: seen.append(ctypes.c_float.from_address(address).value))
+    assert not memory.read(table).any() and seen == [1.0, 0.0]
+
+
+def test_too_little_of_the_hosts_memory_is_told_in_numbers(driver: FakeDriver) -> None:
+    backend = CudaBackend(GATHERING)
+    made = gathering(Buffer("table", (3 << 17, 2048), BF16, Kind.WEIGHT))
+    driver.failing = {"cuMemHostAlloc": "OUT_OF_MEMORY"}
+    with pytest.raises(PlanError, match=r"^1\.50 GiB of weights .* the host has no room for that"):
+        backend.allocate(made.layout)
+    assert not driver.blocks
+
+
+def test_what_lies_in_the_hosts_memory_is_none_of_the_gpus(driver: FakeDriver) -> None:
+    """In what is told when the GPU has too little; and it is given back then."""
+    backend = CudaBackend(GATHERING)
+    before = set(driver.host)
+    made = gathering(Buffer("table", (1 << 20, 2048), BF16, Kind.WEIGHT))
+    layout = replace(made.layout, blocks=[*made.layout.blocks, Block(Kind.STATE, 3 << 29)])
+    with pytest.raises(PlanError) as raised:
+        backend.allocate(layout)
+    assert "This takes 1.50 GiB of the GPU's memory (1.50 GiB of adapter" in str(raised.value)
+    del raised
+    assert driver.host.keys() == before and not driver.blocks
+
+
+@pytest.mark.parametrize("kind", ["llama", "untied"])
+def test_what_is_planned_is_what_is_allocated(
+    kind: str, driver: FakeDriver, tmp_path: Path
+) -> None:
+    """A whole training session, on the GPU and on the host."""
+    backend = CudaBackend()
+    before = set(driver.host)
+    model = write_model(tmp_path / "model", kind)
+    run = Run(model, ALL, backend, activation=BF16)
+    use = memory_use(run.planned, backend)
+    assert use.total - RESERVE == sum(nbytes for _, nbytes in driver.blocks.values())
+    hosted = [nbytes for at, (_, nbytes) in driver.host.items() if at not in before]
+    assert sum(hosted) == use.hosted and (use.hosted > 0) == (kind == "untied")
+    for name, buffer in run.planned.decoder.weights.held.items():
+        np.testing.assert_array_equal(run.memory.read(buffer), model.checkpoint.read(name))
+
+
+def test_the_peak_of_a_benchmark_is_what_the_gpu_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trainer, "open_backend", lambda device: CudaBackend())
+    model, rows = write_model(tmp_path / "model", "untied"), trainer.Rows(2, 16)
+    with installed(FakeDriver(capability=86)) as driver:
+        step = trainer.training_step(model, "cuda", "bf16", [rows.packed(model.config.vocab_size)])
+        assert step().peak == sum(nbytes for _, nbytes in driver.blocks.values())
+
+
 def test_poison_fills_temps_and_nothing_else(driver: FakeDriver) -> None:
     step, temp = Step("step", F32), Buffer("temp", (64,), F32, Kind.TEMP)
     state = Buffer("state", (64,), F32, Kind.STATE)
@@ -181,6 +319,46 @@ def test_too_little_memory_is_told_in_numbers(driver: FakeDriver) -> None:
     assert "1.00 of 1.00 GiB are free. Lower --tokens" in message
     del raised
     assert not driver.blocks
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuModuleLoadData", "cuFuncSetAttribute", "cuGraphInstantiate", "cuGraphUpload"],
+)
+def test_too_little_memory_beside_the_blocks_comes_with_advice(
+    function: str, driver: FakeDriver
+) -> None:
+    """For code and graphs. What was made until then is given back."""
+    backend = CudaBackend(table(launch()))
+    made = planned(backend.kernels)
+    memory = backend.allocate(made.layout)
+    driver.failing = {function: "OUT_OF_MEMORY"}
+    with pytest.raises(
+        PlanError, match=rf"{function} fails: .* Lower --tokens, train with a lower"
+    ):
+        backend.compile(made, memory)
+    driver.failing = {}
+    backend.compile(made, memory).run()
+    assert driver.captured is None
+
+
+def test_a_capture_that_fails_is_ended(driver: FakeDriver) -> None:
+    backend = CudaBackend(table(launch()))
+    made = planned(backend.kernels)
+    memory = backend.allocate(made.layout)
+    for status, error in (("OUT_OF_MEMORY", PlanError), ("ILLEGAL_ADDRESS", BackendError)):
+        driver.failing = {"cuLaunchKernelEx": status}
+        with pytest.raises(error):
+            backend.compile(made, memory)
+        assert driver.captured is None and driver.calls[-1] == "cuStreamEndCapture"
+
+
+def test_what_the_engine_takes_beside_a_plan_is_planned_for(driver: FakeDriver) -> None:
+    """On the device and on paper alike; the context is no part of what is free."""
+    before = CudaBackend().limits
+    assert before.scratch == ON_PAPER.limits.scratch == RESERVE > 0
+    driver._memory(1 << 20)  # as a context takes it
+    assert CudaBackend().limits.memory == before.memory - (1 << 20)
 
 
 def parameters(config: Any, sizes: list[int]) -> list[bytes]:
@@ -366,7 +544,7 @@ def test_a_failure_names_what_was_run(driver: FakeDriver) -> None:
         )
     driver.failing = {}
     memory.read(X)
-    driver.failing = {"cuStreamSynchronize": "OUT_OF_MEMORY"}
+    driver.failing = {"cuStreamSynchronize": "MISMATCH"}
     with pytest.raises(BackendError, match=r"^cuStreamSynchronize fails: in the driver's words"):
         memory.read(X)
 
@@ -499,8 +677,24 @@ def test_everything_with_a_part_in_the_code_has_one_in_its_name(kept: Kept) -> N
     assert len(list(kept.folder.iterdir())) == 6
 
 
+def checked(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]]
+    "damage",
+    [
+        lambda b: b[:-1],
+        lambda b: b"",
+        lambda b: b[:40] + b"x" + b[41:],
+        # Whole, but written by something else.
+        lambda b: checked(b'{"entry": "f", "log": "", "more": 1}\ncode'),
+        lambda b: checked(b'{"entry": "f"}\ncode'),
+        lambda b: checked(b'{"entry": "f", "log": 3}\ncode'),
+        lambda b: checked(b'["entry", "log"]\ncode'),
+        lambda b: checked(b"\xff{}\ncode"),
+        lambda b: checked(b""),
+    ],
 )
 def test_a_damaged_file_is_compiled_again(damage: Any, kept: Kept) -> None:
     kept.compile()
@@ -510,6 +704,91 @@ def test_a_damaged_file_is_compiled_again(damage: Any, kept: Kept) -> None:
     assert kept.compile() == b"code of "
     assert kept.fake.compiled == ["f", "f"]
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_every_build_of_the_compiler_has_its_own_files(
+    wheel: str, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC itself tells two numbers of its version, the wheel that it is in has more."""
+    for build in ("13.0.48", "13.0.88"):
+        monkeypatch.setattr(cuda_compiler, "version", {wheel: build}.__getitem__)
+        monkeypatch.setattr(cuda_compiler, "PackageNotFoundError", KeyError)
+        kept.compile()
+        kept.compile()
+    assert kept.fake.compiled == ["f", "f"]
+
+
+def age(path: Path, days: float) -> None:
+    moment = time.time() - 86400 * days
+    os.utime(path, (moment, moment))
+
+
+def test_files_that_nobody_uses_are_removed(kept: Kept) -> None:
+    """When something is compiled; what a killed process left too. A file that is read is used."""
+    kept.compile("old")
+    (old,) = kept.folder.iterdir()
+    kept.compile("used")
+    (used,) = set(kept.folder.iterdir()) - {old}
+    left, other = kept.folder / f".{old.name}.0123abcd.tmp", kept.folder / "notes.txt"
+    for path in (left, other):
+        path.write_bytes(b"")
+    for path in (old, used, left, other):
+        age(path, 91)
+    kept.compile("used")
+    assert old.exists(), "nothing was compiled"
+    kept.compile("new")
+    assert not old.exists() and not left.exists()
+    assert used.exists() and other.exists() and len(list(kept.folder.iterdir())) == 3
+
+
+def test_files_beyond_the_room_are_removed_by_age(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Path] = []
+    for days, name in enumerate("abcd"):
+        kept.compile(name)
+        (path,) = set(kept.folder.iterdir()) - set(found)
+        found.append(path)
+        age(path, 10 - days)
+    nbytes = found[0].stat().st_size
+    monkeypatch.setattr(cuda_cache, "MOST_BYTES", 3 * nbytes + nbytes // 2)
+    kept.compile("e")
+    assert [path.exists() for path in found] == [False, False, True, True]
+
+
+def test_processes_may_trim_at_once(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another has removed meanwhile is no error, nor what it is not allowed to remove."""
+    folder = CubinFolder(kept.folder)
+    for name in "ab":
+        kept.compile(name)
+    for path in kept.folder.iterdir():
+        age(path, 91)
+    files = folder._files()
+    monkeypatch.setattr(folder, "_files", lambda: files)
+    CubinFolder(kept.folder).trim()
+    folder.trim()
+    assert not list(kept.folder.iterdir())
+    CubinFolder(kept.folder / "nowhere").trim()
+
+
+def test_what_is_not_wanted_any_more_is_not_compiled(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure, and after Ctrl-C: only what had begun is waited for."""
+    for error in (BackendError("broken"), KeyboardInterrupt()):
+        made = Compiler(kept.fake, "sm_80", kept.folder, lambda library: "source", dict)
+        begun = list[str]()
+
+        def slow(kernel: Kernel, error: BaseException = error, begun: list[str] = begun) -> None:
+            begun.append(kernel.expression)
+            time.sleep(0.02)
+            raise error
+
+        monkeypatch.setattr(made, "_cubin", slow)
+        with pytest.raises(type(error)):
+            made.compile(Kernel("lib", f"f{i}") for i in range(500))
+        assert len(begun) < 100
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(kept: Kept) -> None:
@@ -527,13 +806,17 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(kept: Kept) -> None:
         "setmaxnreg ignored to maintain minimum register requirement",
     ],
 )
-def test_serialised_products_are_an_error(note: str, kept: Kept) -> None:
-    """Also when the code comes from the folder."""
+def test_of_serialised_products_is_warned_once(note: str, kept: Kept) -> None:
+    """They are right. Also when the code comes from the folder."""
     kept.fake.log = f"one\n{note}\n"
     for _ in range(2):
-        with pytest.raises(BackendError, match=r"'f' of lib.cu would be slow on sm_80:\none\n"):
-            kept.compile()
-    assert kept.fake.compiled == ["f"]
+        made = Compiler(kept.fake, "sm_80", kept.folder, lambda library: "source", dict)
+        kernels = [Kernel("lib", name) for name in "fg"]
+        with pytest.warns(UserWarning, match=r"slow code of 'f' of lib.cu and of 1 other") as told:
+            for _ in range(2):
+                assert set(made.compile(kernels)) == set(kernels)
+        assert len(told) == 1
+    assert sorted(kept.fake.compiled) == ["f", "g"]
 
 
 def test_the_compilers_words_are_passed_on(kept: Kept) -> None:

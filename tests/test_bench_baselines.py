@@ -19,15 +19,17 @@ from krnl.bench import baselines, trainer
 from krnl.bench.baselines import (
     NEEDS_CUDA,
     NUMBER,
+    THREAD_VARIABLES,
     Setting,
     Worker,
     check_agreement,
     script,
     settings,
+    start,
     tools,
 )
 from krnl.bench.blas import blas_name, blas_with_threads
-from krnl.bench.products import BlasProduct
+from krnl.bench.products import BlasProduct, Product, drawn
 from krnl.bench.results import Tool
 from krnl.bench.shapes import SHAPES
 from krnl.bench.trainer import Rows
@@ -62,6 +64,15 @@ def test_peers_draw_the_numbers_that_krnl_draws() -> None:
     np.testing.assert_array_equal(ours["dy"], theirs.dy)
     a_gate, b_gate, a_up, b_up = (values.ravel() for values in theirs.adapters)
     np.testing.assert_array_equal(ours["adapter"], np.concatenate([a_gate, a_up, b_gate, b_up]))
+
+
+@pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
+def test_peers_multiply_the_numbers_that_krnl_multiplies(layout: str) -> None:
+    (call,) = Product(layout, 5, 7, 11, F32, F32).step().calls
+    ours = {buffer.name: drawn(buffer, 5) for buffer in call.reads()}
+    for name, values in zip("ab", of_bench("products").drawn(layout, 5, 7, 11), strict=True):
+        np.testing.assert_array_equal(ours[name], values)
+    assert abs(ours["a"].ravel()[:35] - ours["b"].ravel()[:35]).max() > 1  # not the same twice
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -125,6 +136,13 @@ def test_mlx_runs_in_16_bits_on_a_gpu() -> None:
     assert found == [Setting("mlx", "fp16", "16"), Setting("mlx", "fp16", "fp32")]
 
 
+def test_one_type_of_adapters_will_do() -> None:
+    for peer, adapters in (("mlx", "16"), ("torch", "fp32")):
+        found = settings(peer, device("cuda"), F16, ["eager"], adapters)
+        assert [s.adapters for s in found] == [adapters]
+    assert settings("mlx", CpuBackend(), F16, ["eager"], "16") == [Setting("mlx", "fp32", "fp32")]
+
+
 def test_variants_are_pytorchs() -> None:
     variants = ("eager", "compile")
     found = [s.title("peft") for s in settings("torch", CpuBackend(), F32, variants)]
@@ -146,25 +164,45 @@ def test_some_variants_need_cuda(variant: str) -> None:
 def test_a_worker_is_told_how_to_run(
     tmp_path: Path, variant: str, said: list[str], keeps: bool
 ) -> None:
-    """Device, types, and as many threads as KRNL has, also to the libraries below."""
+    """Device, types, and on the CPU as many threads as KRNL has, also to the libraries below."""
     body = """
         import os
         told = {"argv": sys.argv, "environment": dict(os.environ)}
         serve(options, dict, describe=lambda: told)
         """
     setting = Setting("torch", "bf16", "16", variant)
-    backend = device("metal")
+    backend = CpuBackend()
     path = write_worker(tmp_path, body)
     with setting.start(sys.executable, path, ["--rows", "3"], backend) as worker:
         argv, environment = worker.hello["argv"], worker.hello["environment"]
     threads = str(backend.limits.threads)
-    for given in (["--rows", "3"], ["--precision", "bf16"], ["--device", "mps"], said):
+    for given in (["--rows", "3"], ["--precision", "bf16"], ["--device", "cpu"], said):
         assert " ".join(given) in " ".join(argv)
     assert argv[argv.index("--threads") + 1] == threads
     for library in ("OMP", "OPENBLAS", "MKL"):
         assert environment[f"{library}_NUM_THREADS"] == threads
     assert environment["VECLIB_MAXIMUM_THREADS"] == threads
     assert ("GLIBC_TUNABLES" in environment) == keeps
+
+
+@pytest.mark.parametrize(("name", "said"), [("metal", "mps"), ("cuda", "cuda")])
+def test_beside_a_gpu_a_tool_decides_on_its_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, said: str
+) -> None:
+    """KRNL takes one there, and the host's side of others, and their compilers, take more."""
+    for variable in THREAD_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    body = """
+        import os
+        told = {"argv": sys.argv, "environment": dict(os.environ)}
+        serve(options, dict, threads=lambda: 7, describe=lambda: told)
+        """
+    path = write_worker(tmp_path, body)
+    with start("torch", sys.executable, path, [], device(name)) as worker:
+        argv, environment = worker.hello["argv"], worker.hello["environment"]
+        assert argv[1:] == ["--device", said]
+        assert not set(THREAD_VARIABLES) & set(environment)
+        assert tools([("torch", worker)])[0].threads == 7
 
 
 @pytest.mark.parametrize(
@@ -221,6 +259,32 @@ def test_a_workers_turn_is_a_step_that_nobody_times_and_one_that_counts(tmp_path
         assert worker.turn()["loss"] == 4.0
         assert worker.seconds() >= 0.05
         assert worker.ask()["loss"] == 7.0
+
+
+def test_steps_that_are_repeated_are_waited_for_once(tmp_path: Path) -> None:
+    """Each step takes 10 ms here, and what it started another 50 at the end. Seconds are a
+    step's."""
+    body = """
+        import time
+        done = []
+        def step():
+            done.append("step")
+            time.sleep(0.01)
+            return {"steps": done.count("step")}
+        def finish():
+            done.append("finish")
+            time.sleep(0.05)
+        serve(options, step, describe=lambda: {"done": list(done)}, finish=finish)
+        """
+    path = write_worker(tmp_path, body)
+    with Worker(sys.executable, path, ["--repeats", "5"]) as worker:
+        assert worker.hello["done"] == ["step", "finish"]
+        answer = worker.ask()
+        assert answer["steps"] == 6
+        assert 0.02 <= answer["seconds"] < 0.06
+    with Worker(sys.executable, path) as worker:
+        answer = worker.ask()
+        assert answer["steps"] == 2 and answer["seconds"] >= 0.06
 
 
 def test_threads_of_a_worker_fall_asleep_before_the_next_turn(

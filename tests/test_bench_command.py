@@ -1,6 +1,7 @@
 """`krnl bench`: which table, on which device, and how it ends. Tables have tests of their own."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import fields, replace
@@ -134,9 +135,22 @@ def test_the_simulator_is_refused_whatever_is_asked(monkeypatch, capsys):
         (BenchOptions("step", against="jax"), "against names 'jax'"),
         (BenchOptions("gemm", chat=True), "chat is given, and only krnl bench model uses it"),
         (BenchOptions("step", rows=8), "rows is given, and only krnl bench model uses it"),
+        (BenchOptions("gemm", memory_limit=1.0), "memory_limit is given, and only krnl bench mod"),
+        (BenchOptions("model", memory_limit=0.0), "memory_limit is 0.0; it must be above 0"),
+        (BenchOptions("model", memory_limit=math.nan), "memory_limit is nan; it must be above 0"),
+        (
+            BenchOptions("gemm", length=64),
+            "length is given, and only krnl bench model and krnl bench step use it",
+        ),
+        (BenchOptions("step", length=15), "length is 15; it must be at least 16"),
+        (
+            BenchOptions("shapes", against="mlx", mlx_python=PYTHON),
+            "names 'mlx'; of shapes it may name torch",
+        ),
         (BenchOptions("model", rows=0), "rows is 0; it must be at least 1"),
         (BenchOptions("model", length=15), "length is 15; it must be at least 16"),
         (BenchOptions("model", variants="compile"), "against does not name torch"),
+        (BenchOptions("model", adapters="16"), "adapters are the peers', and against names none"),
         (
             BenchOptions("step", against="mlx", mlx_python=PYTHON, variants="compile"),
             "against does not name torch",
@@ -159,7 +173,7 @@ def test_the_simulator_is_refused_whatever_is_asked(monkeypatch, capsys):
         ),
         (
             BenchOptions("gemm", against="torch", torch_python=PYTHON),
-            "only step and model have peers",
+            "only the tables step, model, shapes have peers",
         ),
         (BenchOptions("step", against=""), "against names ''"),
         (BenchOptions("step", torch_python=PYTHON), "torch_python is given, but against does not"),
@@ -294,6 +308,21 @@ def test_what_is_trained_is_handed_to_the_table(opened, monkeypatch):
     said(BenchOptions("model", "cpu", model="llama-3.2-1b", rows=3, length=64, chat=True))
     (bench,) = handed
     assert (bench.model, bench.rows, bench.length, bench.chat) == ("llama-3.2-1b", 3, 64, True)
+
+
+def test_a_result_says_how_it_was_asked_for():
+    """All that decides what is measured, and nothing else: as it is typed."""
+    alone = Bench(CpuBackend(), OpenGate(), 3, True, {})
+    assert fake_table(alone).asked == "krnl bench gemm"
+    asked = replace(alone, against={"mlx": PYTHON, "torch": PYTHON}, variants=("eager", "graph"))
+    asked = replace(asked, adapters="16")
+    asked = replace(asked, model="llama-3.2-1b", rows=4, length=2048, chat=True, memory_limit=2.5)
+    words = fake_table(asked).asked.split()[3:]
+    typed = cli._parse(BenchOptions, "bench", ["model", *words])
+    for name in ("model", "rows", "length", "chat", "memory_limit"):
+        assert getattr(typed, name) == getattr(asked, name)
+    assert (typed.against, typed.variants) == ("mlx,torch", "eager,graph")
+    assert typed.adapters == "16"
 
 
 @pytest.mark.parametrize("name", ["", "gemm"])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,14 +16,14 @@ import pytest
 from bench_worker import write_worker
 from krnl.backends.cpu import CpuBackend
 from krnl.bench import trainer
-from krnl.bench.baselines import Setting
+from krnl.bench.baselines import PEERS, Setting
 from krnl.bench.command import Bench
 from krnl.bench.shapes import SHAPES, write
-from krnl.bench.tables import model, step
+from krnl.bench.tables import model, shapes, step
 from krnl.bench.trainer import Rows, Trainer, Update, training_step
 from krnl.devices import PRECISIONS
 from krnl.dtypes import BF16, F32, DType
-from krnl.errors import BackendError, ConfigError
+from krnl.errors import BackendError, ConfigError, PlanError
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
 from krnl.training.session import Session, plan_training
@@ -35,18 +36,22 @@ def bench(gate: Any = None, **against: str) -> Bench:
 
 
 @pytest.mark.parametrize("peer", ["torch", "mlx"])
-@pytest.mark.parametrize("table", [step, model])
+@pytest.mark.parametrize("table", [step, model, shapes])
 def test_real_peers(table: ModuleType, peer: str) -> None:
     variable = f"KRNL_{peer.upper()}_PYTHON"
     if variable not in os.environ:
         pytest.skip(f"{variable} names no interpreter that has {peer}")
+    if peer not in PEERS[table.__name__.rpartition(".")[2]]:
+        pytest.skip(f"{peer} takes no part")
     result = table.run(bench(**{peer: os.environ[variable]}))
     assert len({entry.name for entry in result.entries if entry.ratio}) > 0
 
 
 def test_model_tells_speed_and_memory() -> None:
-    speed, memory = model.run(bench()).entries
-    assert speed.name.startswith("smollm2-135m, krnl")
+    result = model.run(bench())
+    speed, memory = result.entries
+    assert result.title.startswith("Training updates of smollm2-135m: 2 × 32 tokens")
+    assert speed.name.startswith("krnl ")
     assert (speed.unit, memory.unit) == ("tokens/s", "MiB")
     assert memory.name.endswith("host memory")
     assert memory.value is not None
@@ -80,9 +85,8 @@ def test_model_takes_rows_and_a_checkpoint(tmp_path: Path) -> None:
     write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path / "mine")
     asked = replace(bench(), model=str(tmp_path / "mine"), rows=3, length=40, chat=True)
     result = model.run(asked)
-    assert result.title.startswith("Training updates of 3 rows of 10 to 40 tokens, a third")
+    assert result.title.startswith("Training updates of mine: 3 rows of 10 to 40 tokens, a third")
     assert "shrunk" not in result.title
-    assert result.entries[0].name.startswith("mine, krnl")
     with pytest.raises(ConfigError, match=r"no folder with a config\.json, and none of smollm2"):
         model.run(replace(asked, model=str(tmp_path)))
 
@@ -190,6 +194,40 @@ def test_a_loss_that_is_no_number_is_not_measured() -> None:
 def test_what_a_trainer_cannot_do_is_said_by_the_parent(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         Trainer(tmp_path, "cpu", "auto", Rows(2, 32))
+
+
+def test_krnl_keeps_within_a_limit_and_says_so() -> None:
+    """Roomy, and too little for anything."""
+    result = model.run(replace(bench(), memory_limit=23.5))
+    assert result.title.endswith(", krnl within 23.50 GiB, shrunk")
+    assert result.entries[0].note == "within 23.50 GiB"
+    with pytest.raises(PlanError, match=r"more than memory_limit .* lower --rows or --length\.$"):
+        model.run(replace(bench(), memory_limit=0.001))
+
+
+def test_an_update_within_a_limit_is_the_same_and_tells_what_it_computed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
+    write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path)
+    opened = Model.open(str(tmp_path))
+    work = [Rows(2, 32).packed(opened.config.vocab_size)]
+
+    def least() -> float:
+        """GiB of the update that keeps everything, as its refusal says."""
+        with pytest.raises(PlanError) as error:
+            training_step(opened, "cpu", "fp32", work, 1e-9)
+        found = re.search(r"needs ([\d.]+) MiB", str(error.value))
+        assert found
+        return float(found[1]) / 1024
+
+    kept = training_step(opened, "cpu", "fp32", work)()
+    again = training_step(opened, "cpu", "fp32", work, least() + 2**-14)()
+    assert (kept.loss, kept.norm, kept.recomputed) == (again.loss, again.norm, "")
+    assert "2 layers" in again.recomputed and " to stay within " in again.recomputed
+    assert model.within(None, again.recomputed) == model.within(23.0, again.recomputed)
+    assert model.within(23.0, again.recomputed) == again.recomputed
+    assert model.within(None, "") == ""
 
 
 def test_a_trainer_that_dies_says_so(tmp_path: Path) -> None:

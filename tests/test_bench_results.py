@@ -153,6 +153,7 @@ SHAPE: dict[str, Any] = {
         }
     ],
     "tools": [{"name": str, "versions": dict, "threads": (int, type(None))}],
+    "flags": str,
 }
 
 

@@ -2,24 +2,29 @@
 run says so, and figures are those of the seconds."""
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench_worker import write_worker
 from krnl.backends.cpu import CpuBackend
+from krnl.bench import workloads
 from krnl.bench.baselines import settings
 from krnl.bench.command import Bench
 from krnl.bench.tables import attention, layer, step
 from krnl.bench.workloads import (
     BlockShape,
+    HeadShape,
     Workload,
     mlp_block,
 )
 from krnl.devices import precision_name
 from krnl.dtypes import F32
-from krnl.errors import BackendError
+from krnl.errors import BackendError, ConfigError
 from open_gate import OpenGate
 from timed_gate import TimedGate
 
@@ -81,6 +86,64 @@ def test_times_and_rates_of_the_step_are_those_of_the_seconds(
         assert entry.ratio == (None if ms == 1 else pytest.approx(1 / ms))
 
 
+def on_a_gpu() -> CpuBackend:
+    """The CPU in a GPU's place."""
+    backend = CpuBackend()
+    backend.name = "cuda"
+    return backend
+
+
+def test_on_a_gpu_everybody_is_waited_for_after_as_many_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A first step of 3 ms makes it seven of them for KRNL, and a peer is told the same."""
+    counts: list[int] = []
+
+    def replayed(program: object, memory: object, live: object, count: int) -> float:
+        counts.append(count)
+        return 0.003
+
+    monkeypatch.setattr(workloads, "replayed", replayed)
+    monkeypatch.setattr(step, "check_norms", lambda *given: None)
+    body = (
+        "serve(options, lambda: {'x': 1}, describe=lambda: {'norms': {'repeats': options.repeats}})"
+    )
+    monkeypatch.setattr(step, "script", lambda name: write_worker(tmp_path, body))
+    told: list[Any] = []
+    monkeypatch.setattr(step, "check_norms", lambda name, theirs, ours: told.append(theirs))
+    step.run(replace(bench(TimedGate(), torch=sys.executable), backend=on_a_gpu()))
+    assert counts == [1, 1, 7, 7]
+    assert told and all(theirs == {"repeats": 7} for theirs in told)
+    counts.clear()
+    step.run(bench(TimedGate()))
+    assert counts == [1, 1]
+
+
+def test_replays_are_enqueued_before_any_is_waited_for() -> None:
+    done: list[str] = []
+    program: Any = SimpleNamespace(run=lambda: done.append("run"))
+    memory: Any = SimpleNamespace(read=lambda buffer: time.sleep(0.03) or done.append("wait"))
+    live: Any = None
+    assert 0.01 <= workloads.replayed(program, memory, live, 3) < 0.03
+    assert done == ["run", "run", "run", "wait"]
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(1.0, 1), (0.02, 1), (0.015, 2), (0.00015, 134)])
+def test_a_gpu_is_busy_for_long_enough(seconds: float, wanted: int) -> None:
+    assert workloads.enough(on_a_gpu(), lambda: seconds) == wanted
+    assert workloads.enough(CpuBackend(), lambda: seconds) == 1
+
+
+def test_a_block_of_any_length() -> None:
+    short = step.run(bench())
+    long = step.run(replace(bench(TimedGate()), length=96))
+    assert "64 tokens" in short.title and "96 tokens" in long.title
+    assert long.entries[0].rate == pytest.approx(replace(step.QUICK, tokens=96).flops / 1e-3)
+    assert step.reported("krnl", replace(step.FULL, tokens=4096), "fp16") is None
+    with pytest.raises(ConfigError, match="length is 65,537, and a block has at most 65,536"):
+        step.run(replace(bench(), length=65537))
+
+
 def test_times_and_rates_of_layers_are_those_of_the_seconds() -> None:
     one, two = layer.run(bench(TimedGate())).entries
     width, kv, ffn, rank = 128, 64, 256, layer.RANK
@@ -102,6 +165,31 @@ def test_times_and_rates_of_attention_are_those_of_the_seconds() -> None:
         flops = each * tokens**2 / 2 * 4 * 32  # the visible half, heads, size
         assert entry.value == pytest.approx(ms) and entry.unit == "ms"
         assert entry.rate == pytest.approx(flops / (1e-3 * ms))
+
+
+def test_on_cuda_attention_is_measured_by_the_size_that_others_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward takes the ninth millisecond, both passes ten: the backward pass the one between."""
+    long = attention.LONG_SHAPE
+    assert (long.heads, long.kv_heads, long.size, attention.LONG_TOKENS) == (32, 8, 128, 16384)
+    monkeypatch.setattr(attention, "SHAPE", HeadShape(2, 1, 16))
+    monkeypatch.setattr(attention, "TOKENS", (16, 32, 48, 64))
+    monkeypatch.setattr(attention, "LONG_SHAPE", HeadShape(4, 1, 32))
+    monkeypatch.setattr(attention, "LONG_TOKENS", 128)
+    asked = replace(bench(TimedGate()), backend=on_a_gpu(), quick=False)
+    result = attention.run(asked)
+    assert "2 heads of 16 and 32, 1 of keys" in result.title
+    named = {entry.name: entry for entry in result.entries}
+    square = 128**2 / 2 * 4 * 32
+    for passes, ms, each in (
+        ("forward", 9, 4), ("forward and backward", 10, 14), ("backward", 1, 10),
+    ):  # fmt: skip
+        entry = named[f"tiled, heads of 32, 128 tokens, {passes}"]
+        assert entry.value == pytest.approx(ms)
+        assert entry.rate == pytest.approx(each * square / (1e-3 * ms))
+    for other in (replace(asked, quick=True), replace(asked, backend=CpuBackend())):
+        assert not any("heads of" in entry.name for entry in attention.run(other).entries)
 
 
 def test_titles_name_types_as_the_settings_do() -> None:

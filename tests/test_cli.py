@@ -196,7 +196,8 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "passes too short": (lambda p: p.train("--tokens", "4"), r"--max-length 4"),
     "too much": (
-        lambda p: p.train("--tokens", 16_000_000), r"GiB more than cpu may use on this .*--tokens"
+        lambda p: p.train("--tokens", 16_000_000, "--recompute", "none"),
+        r"GiB more than cpu may use on this .*--tokens, or leave --recompute at auto",
     ),
     "over the limit": (lambda p: p.train("--memory-limit", "0.001"), r"more than memory_limit"),
     "no limit": (lambda p: p.train("--memory-limit", "inf"), r"memory_limit is inf"),

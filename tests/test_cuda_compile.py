@@ -1,6 +1,7 @@
-"""Every CUDA kernel that the tables can launch, compiled for three generations of GPUs; none is
-needed for that. NVRTC must accept it without spilling registers or serialising products, and its
-code must have the parameters, threads and shared memory that the launch gives it."""
+"""Every CUDA kernel that the tables launch for the op suite's sizes and for training of models of
+usual shapes, compiled for three generations of GPUs; none is needed for that. NVRTC must accept
+it without spilling registers or serialising products, and its code must have the parameters,
+threads and shared memory that the launch gives it."""
 
 import re
 import struct
@@ -16,16 +17,23 @@ import pytest
 from cubin import shape
 from krnl.backends.base import Paper
 from krnl.backends.cuda import ON_PAPER
-from krnl.backends.cuda_compiler import Compiler, Cubin, Kernel, architecture
+from krnl.backends.cuda_cache import Cubin
+from krnl.backends.cuda_compiler import SERIALISED, Compiler, Kernel, architecture
 from krnl.backends.cuda_launch import MAP_BYTES, packed
+from krnl.bench.shapes import SHAPES
+from krnl.bench.trainer import ADAPTER
+from krnl.bench.workloads import BlockShape
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError
 from krnl.formats.peft import AdapterConfig
 from krnl.kernels.cuda.sources import libraries
 from krnl.kernels.cuda.table import table
-from krnl.kernels.launch import GpuRow, Launch, TensorMap
+from krnl.kernels.cuda.target import Target
+from krnl.kernels.launch import Launch, TensorMap
+from krnl.kernels.launch import launches as launched
 from krnl.model import imagined_weights
 from krnl.models.config import linear_paths, parse
+from krnl.models.training_programs import Recomputed
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Dispatch, lower
 from krnl.training.session import plan_training
@@ -58,18 +66,19 @@ MORE_SIZES: list[dict[str, Any]] = [
         for r in (8, 16, 64)
     ),
 ]
-LARGE = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
+# With two layers each: more launch the same kernels more often.
+TRAINED = {name: {**shape, "num_hidden_layers": 2} for name, shape in SHAPES.items()}
+LARGE = TRAINED["llama-3.2-1b"]
+# A model around the block of `krnl bench step`, whose adapters are on gate and up.
+BLOCK = {**LARGE, "hidden_size": BlockShape().width, "intermediate_size": BlockShape().ffn}
+BLOCK_ADAPTER = AdapterConfig(BlockShape().rank, 32.0, targets=("gate_proj", "up_proj"))
 
 
 def of_op(case: Case, capability: int) -> Iterator[Dispatch]:
     """Calls of an op in all types and sizes, on aligned addresses and on others."""
     weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
     free = any(p.any_float for p in case.op.outputs)
-    kernels = table(capability)
+    kernels = table(Target(capability))
     for activation, sizes in product(ACTIVATIONS, [*SIZES.values(), *MORE_SIZES]):
         # What other types of weights change, they change on all GPUs alike.
         weights = ACTIVATIONS if weighted and capability == min(SHARED) else (activation,)
@@ -80,20 +89,36 @@ def of_op(case: Case, capability: int) -> Iterator[Dispatch]:
             yield from lower(bench.emit()[0].calls, kernels)
 
 
-def of_training(capability: int, activation: DType) -> Iterator[Dispatch]:
-    """The programs of a large model."""
-    config = parse(LARGE, "test")
-    adapter = AdapterConfig(rank=16, alpha=32.0)
-    backend = Paper("cuda", ON_PAPER.limits, table(capability))
+def of_training(
+    shape: dict[str, Any],
+    capability: int,
+    activation: DType = BF16,
+    tokens: int = 4096,
+    adapter: AdapterConfig = ADAPTER,
+    recomputed: Recomputed = 0,
+) -> Iterator[Dispatch]:
+    """The programs of a model."""
+    config = parse(shape, "test")
+    backend = Paper("cuda", ON_PAPER.limits, table(Target(capability)))
     weights = imagined_weights(config, BF16, backend.limits.mapped_alignment)
     paths = adapter.select(linear_paths(config))
-    for dropout, recompute in ((0.0, "none"), (0.1, "layer")):
-        planned = plan_training(
-            config, weights, replace(adapter, dropout=dropout), paths, backend, activation, 4096,
-            recompute,
-        )  # fmt: skip
-        for program in (planned.accumulate, planned.evaluate, planned.update):
-            yield from program.dispatches
+    planned = plan_training(
+        config, weights, adapter, paths, backend, activation, tokens, recomputed
+    )
+    for program in (planned.accumulate, planned.evaluate, planned.update):
+        yield from program.dispatches
+
+
+def of_large_models(capability: int) -> Iterator[Dispatch]:
+    """All that models of usual sizes train with, and in other types and ways what one does."""
+    dropped = replace(ADAPTER, dropout=0.1)
+    for activation in ACTIVATIONS:
+        yield from of_training(LARGE, capability, activation)
+        yield from of_training(LARGE, capability, activation, adapter=dropped, recomputed="layer")
+    for trained, tokens in product(TRAINED.values(), (512, 2048, 8192)):
+        yield from of_training(trained, capability, tokens=tokens)
+    for tokens in (512, 4096):
+        yield from of_training(BLOCK, capability, tokens=tokens, adapter=BLOCK_ADAPTER)
 
 
 @cache
@@ -101,10 +126,8 @@ def launches(capability: int) -> dict[Kernel, list[Launch]]:
     """Of everything above, by kernel; one for each packing of its parameters."""
     found: dict[tuple[Any, ...], Launch] = {}
     dispatches = [d for case in CASES for d in of_op(case, capability)]
-    dispatches += [d for a in ACTIVATIONS for d in of_training(capability, a)]
-    for dispatch in dispatches:
-        assert isinstance(dispatch.row, GpuRow)
-        for launch in dispatch.row.launches(dispatch.call, dispatch.workspace):
+    for dispatch in [*dispatches, *of_large_models(capability)]:
+        for launch in launched(dispatch):
             kernel = Kernel.of(launch)
             found.setdefault((kernel, launch.threads, launch.shared, sizes(launch)), launch)
     by_kernel: dict[Kernel, list[Launch]] = {}
@@ -157,6 +180,8 @@ def test_every_kernel_fits_its_launches(capability: int, folder: Path) -> None:
             faults.append(str(made))
             continue
         most = MAY_SPILL.get(kernel.expression.partition("<")[0], 0)
+        if SERIALISED.search(made.log):
+            faults.append(f"{kernel} is slow: {made.log}")
         faults += [x[0] for x in SPILL.finditer(made.log) if int(x[1]) > most]
         for launch in wanted[kernel]:
             told = complaints(kernel, made, launch, SHARED[capability])

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from cudasim import build
-from cudasim.backend import SimulatedCudaBackend, launches
+from cudasim.backend import SimulatedCudaBackend, enqueued
 from cudasim.device import BACKWARD, FORWARD
 from krnl.backends.cuda_compiler import Kernel
 from krnl.dtypes import BF16, F32, DType
 from krnl.kernels.cuda import gemm_wgmma, sources
 from krnl.kernels.cuda.table import table
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import GpuRow, Launch
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
@@ -62,12 +63,15 @@ class Example:
     @property
     def kernels(self) -> Table:
         if self.tiling is None:
-            return table(self.capability)
-        return Table("cuda", [GpuRow(self.op, launches=self._tiled)])
+            return table(Target(self.capability))
+        return Table("cuda", [self._tiled(self.tiling)])
 
-    def _tiled(self, call: Call, workspace: Buffer | None) -> list[Launch]:
-        made = [job.launch(self.tiling) for job in gemm_wgmma.jobs(call)]
-        return [replace(x, groups=(self.blocks or x.groups[0], 1, 1)) for x in made]
+    def _tiled(self, tiling: gemm_wgmma.Tiling) -> GpuRow:
+        def launches(call: Call, workspace: Buffer | None) -> list[Launch]:
+            made = [job.launch(tiling, Target(90)) for job in gemm_wgmma.jobs(call)[0]]
+            return [replace(x, groups=(self.blocks or x.groups[0], 1, 1)) for x in made]
+
+        return GpuRow(self.op, kernel=f"{self.op}_wgmma", launches=launches)
 
 
 HOPPER: dict[str, Any] = {"capability": 90}
@@ -86,8 +90,15 @@ EXAMPLES = {
     "mma swiglu": Example("lora_swiglu", SWIGLU, 69),
     "wgmma": Example("lora_linear", LINEAR, 149, tiling=Tiling(128, 128)),
     "wgmma steps": Example("lora_linear", {**LINEAR, "c": 1000}, 149, tiling=Tiling(128, 256)),
-    "wgmma turns": Example(
-        "lora_linear", LINEAR, 149, tiling=Tiling(128, 128, in_turns=True), blocks=1
+    "wgmma handed": Example(
+        "lora_swiglu", {**SWIGLU, "n": 150}, 149, tiling=Tiling(128, 256, hands_over=True), blocks=1
+    ),
+    "wgmma handed back": Example(
+        "lora_swiglu_backward",
+        {"n": 150, "c": 72, "f": 136, "s": 16},
+        149,
+        tiling=Tiling(128, 256, hands_over=True),
+        blocks=1,
     ),
     "wgmma split": Example("lora_linear", LINEAR, 149, tiling=Tiling(128, 64, 2)),
     "wgmma tn": Example("lora_a_grad", {"n": 150, "c": 200, "s": 24}, 131, tiling=Tiling(64, 64)),
@@ -290,8 +301,8 @@ MUTANTS = [
         ("a stage filled that is not empty",
          "        wait(&ring.empty[turn.stage], turn.parity ^ 1);\n", ""),
         ("sums read while products run",
-         "      wait_products<0>();\n#pragma unroll",
-         "      wait_products<1>();\n#pragma unroll"),
+         "      wait_products<0>();\n      pin(sums);",
+         "      wait_products<1>();\n      pin(sums);"),
         ("phases never change", "stage = 0, parity ^= 1;", "stage = 0;"),
         ("fewer bytes announced than come",
          "arrive_and_expect(&ring.full[turn.stage], Operands::kBytes)",
@@ -300,13 +311,25 @@ MUTANTS = [
          "(kAlongM ? k * 16 * 128 : k * 32)", "(kAlongM ? k * 16 * 128 : k / 2 * 64)"),
         ("barriers that the copy engine does not know of", "    fence_barrier_init();\n", ""),
         ("more arrivals expected than come",
-         "init_barrier(&empty[stage], Kernel::kSharers * kWarpgroup / kWarp)",
-         "init_barrier(&empty[stage], Kernel::kSharers * kWarpgroup)"),
+         "init_barrier(&empty[stage], Kernel::kSenders)",
+         "init_barrier(&empty[stage], Kernel::kSenders + 1)"),
     ),
     *_mutants(
-        "gemm_wgmma.cu", "wgmma turns",
-        ("the turn never given back",
-         "if (kInTurns && index + int(gridDim.x) < tiles()) give_turn(1 - consumer());", ""),
+        "gemm_wgmma.cu", "wgmma handed",
+        ("sums written that have not come", "{ wait(&handed[sender], turn.parity); }", "{}"),
+        ("sums never said to be taken", "arrive(&taken[sender]);", ";"),
+        ("one warp's rows left out", "sender += kWriters)", "sender += kWriters + 1)"),
+    ),
+    *_mutants(
+        "swiglu.h", "wgmma handed",
+        ("columns beyond the matrix written", "column < part.columns", "column <= part.columns"),
+        ("up in gate's place", "read(from + kColumns / 2)", "read(from)"),
+    ),
+    *_mutants(
+        "swiglu.h", "wgmma handed back",
+        ("gate of a row before",
+         "gate + place(i));\n", "gate + place(max_of(i - 1, 0)));\n"),
+        ("the derivative of the sigmoid", "fmaf(-silu, s, s + silu)", "fmaf(-s, s, s)"),
     ),
     *_mutants(
         "gemm_wgmma.cu", "wgmma split",
@@ -321,7 +344,7 @@ MUTANTS = [
         "gemm_wgmma.cu", "wgmma tn",
         ("dead rows multiplied", "if (live >= kDepth) return;", "return;"),
         ("tokens forgotten without waiting for one another",
-         "    sync_threads(kInTurns ? 4 + consumer() : 1, threads);\n", ""),
+         "    sync_threads(1, threads);\n", ""),
     ),
     *_mutants(
         "gemm_wgmma.cu", "wgmma swiglu",
@@ -410,7 +433,7 @@ def kernels_of(mutant: Mutant) -> list[Kernel]:
     for name in mutant.examples:
         example = EXAMPLES[name]
         (made,) = plan([example.bench().emit()[0]], example.kernels)
-        found += [Kernel.of(launch) for launch in launches(made)]
+        found += [Kernel.of(launch) for launch in enqueued(made)]
     return found
 
 

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cudasim.backend import OWN, SimulatedCudaBackend, launches
+from cudasim.backend import HOPPER, OWN, SimulatedCudaBackend, enqueued
 from cudasim.device import BACKWARD, FORWARD
 from krnl.backends.cuda_compiler import Kernel
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.kernels.cuda import gemm_wgmma
 from krnl.kernels.cuda.sources import libraries
 from krnl.kernels.cuda.table import table
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import GpuRow, Launch
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
@@ -30,7 +31,8 @@ from op_bench import SIZES, WEIGHTS, Bench, Chosen, chosen
 from op_cases import CASES
 
 EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 10)
-CAPABILITIES = (80, 90)
+AMPERE = Target(80)
+TARGETS = (AMPERE, HOPPER)
 ACTIVATIONS = (BF16, F16, F32)
 BY_NAME = {case.op.name: case for case in CASES}
 SHUFFLED = 2  # an order of threads
@@ -52,8 +54,8 @@ every_call = pytest.mark.parametrize(
 
 
 @cache
-def backend(capability: int, order: int = FORWARD) -> SimulatedCudaBackend:
-    return SimulatedCudaBackend(capability, order=order)
+def backend(target: Target, order: int = FORWARD) -> SimulatedCudaBackend:
+    return SimulatedCudaBackend(target, order=order)
 
 
 def benches(name: str, activation: DType) -> Iterator[Bench]:
@@ -79,11 +81,11 @@ def compiled() -> None:
 def kernels_of(name: str, activation: DType) -> frozenset[Kernel]:
     """Of all chosen calls."""
     planned = (
-        plan([bench.emit()[0]], table(capability))
+        plan([bench.emit()[0]], table(target))
         for bench in benches(name, activation)
-        for capability in CAPABILITIES
+        for target in TARGETS
     )
-    return frozenset(Kernel.of(launch) for (made,) in planned for launch in launches(made))
+    return frozenset(Kernel.of(launch) for (made,) in planned for launch in enqueued(made))
 
 
 @every_call
@@ -100,7 +102,7 @@ def test_op_matches_its_reference(name: str, activation: DType, record_property:
     def run(data: st.DataObject) -> None:
         bench = Bench(case, data.draw, activation)
         bench.shift = data.draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
-        used.append(bench.check(backend(data.draw(st.sampled_from(CAPABILITIES)), SHUFFLED)))
+        used.append(bench.check(backend(data.draw(st.sampled_from(TARGETS)), SHUFFLED)))
 
     run()
     record_property("share_of_allowance", max(used))
@@ -109,11 +111,11 @@ def test_op_matches_its_reference(name: str, activation: DType, record_property:
 
 @every_call
 def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> None:
-    used = [bench.check(backend(80)) for bench in benches(name, activation)]
+    used = [bench.check(backend(AMPERE)) for bench in benches(name, activation)]
     print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
 
 
-HOPPER_ROWS = {row.name: row.op for row in table(90).rows}
+HOPPER_ROWS = {row.name: row.op for row in table(HOPPER).rows}
 HOPPER_OPS = sorted({op for name, op in HOPPER_ROWS.items() if name.endswith("_wgmma")})
 
 
@@ -122,15 +124,27 @@ HOPPER_OPS = sorted({op for name, op in HOPPER_ROWS.items() if name.endswith("_w
 def test_op_on_hopper(name: str, activation: DType) -> None:
     """Where it has kernels of its own: for 16-bit elements, in whole and in ragged tiles."""
     for sizes in (SIZES["whole"], *TILES.values()):
-        chosen(BY_NAME[name], sizes, activation).check(backend(90))
+        chosen(BY_NAME[name], sizes, activation).check(backend(HOPPER))
 
 
 @every_call
 def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
     for sizes in ALL_SIZES.values():
         bench = chosen(BY_NAME[name], sizes, activation)
-        first = bench.run(backend(90))
-        np.testing.assert_equal(bench.run(backend(90, BACKWARD)), first)
+        first = bench.run(backend(HOPPER))
+        np.testing.assert_equal(bench.run(backend(HOPPER, BACKWARD)), first)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("name", ["lora_linear", "lora_up_backward", "lora_b_grad"])
+def test_members_of_a_group_may_have_kernels_of_their_own(name: str, target: Target) -> None:
+    """A rank of 12 keeps its member from tensor cores, and no other. The same bits every time."""
+    dims = {"n": 70, "c": 72, "o": (72, 64, 40), "r": (16, 12, 20), "s": 48}
+    bench = Chosen(BY_NAME[name], BF16, dims, live=65)
+    (made,) = plan([bench.emit()[0]], table(target))
+    assert len({launch.library for launch in enqueued(made)}) > 1
+    bench.check(backend(target, SHUFFLED))
+    np.testing.assert_equal(bench.run(backend(target)), bench.run(backend(target, BACKWARD)))
 
 
 def hide_last_keys(bench: Bench, count: int) -> None:
@@ -146,15 +160,15 @@ def forget_last_keys(bench: Bench, count: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_keys_that_nobody_sees_may_be_anything(capability: int, activation: DType) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_keys_that_nobody_sees_may_be_anything(target: Target, activation: DType) -> None:
     for d in (26, 64, 96, 128):
         dims = {"n": 70, "m": 330, "h": 2, "g": 1, "d": d}
         bench = Chosen(BY_NAME["attention"], activation, dims, live=67)
         hide_last_keys(bench, 30)
-        results = bench.run(backend(capability))
+        results = bench.run(backend(target))
         forget_last_keys(bench, 30)
-        np.testing.assert_equal(bench.run(backend(capability)), results)
+        np.testing.assert_equal(bench.run(backend(target)), results)
 
 
 # A call for each layout and epilogue of gemm_wgmma.cu, with edges in all directions.
@@ -174,17 +188,18 @@ TILINGS = [t for t in gemm_wgmma.TILINGS if t.columns // t.split % 16 == 0]
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
     def forced(call: Call, workspace: Buffer | None) -> list[Launch]:
-        made = [job.launch(tiling) for job in gemm_wgmma.jobs(call)]
+        made = [job.launch(tiling, HOPPER) for job in gemm_wgmma.jobs(call)[0]]
         # So few blocks go from tile to tile; those of a cluster do not.
         return made if tiling.split > 1 else [replace(x, groups=(3, 1, 1)) for x in made]
 
     made = 0
     for name, dims in PRODUCTS.items():
         bench = Chosen(BY_NAME[name], BF16, dims, live=140)
-        jobs = gemm_wgmma.jobs(bench.emit()[0].calls[0])
-        if not all(job.fits and job.allows(tiling) for job in jobs):
+        jobs, others = gemm_wgmma.jobs(bench.emit()[0].calls[0])
+        assert jobs and not others
+        if not all(job.allows(tiling) for job in jobs):
             continue
-        rows = Table("cuda", [GpuRow(name, launches=forced)])
+        rows = Table("cuda", [GpuRow(name, kernel=f"{name}_wgmma", launches=forced)])
         bench.check(SimulatedCudaBackend(kernels=rows, order=SHUFFLED))
         made += 1
     assert made

@@ -20,7 +20,7 @@ ALLOWED = {"loss": 2 * 2.0**-8, "grad_norm": 20 * 2.0**-8}
 
 def test_steps_of_the_storyteller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint in bf16, against the CPU in float32, with the kernels for Hopper."""
-    backend = SimulatedCudaBackend(90, order=BACKWARD)
+    backend = SimulatedCudaBackend(order=BACKWARD)
     monkeypatch.setattr(cuda, "CudaBackend", lambda: backend)
     monkeypatch.setattr(devices, "has_cuda", lambda: True)
     given: dict[str, Any] = {"steps": STEPS, "batch_size": 2, "tokens": 256, "shuffle": False}

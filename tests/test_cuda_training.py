@@ -18,7 +18,7 @@ from krnl.dtypes import BF16, F16, F32, DType
 from krnl.model import Model
 from krnl.training import loss_scale
 from krnl.training.memory import memory_use
-from runs import follow, run, settings, updates, validations, write_data
+from runs import follow, run, settings, updates, validations, write_chat_model, write_data
 from test_layers import (
     DROPOUT,
     LENGTHS,
@@ -171,16 +171,36 @@ def test_documents_do_not_see_one_another(
     assert run.sums(one_pass(examples))[0] != before[0]
 
 
-def test_the_memory_taken_is_the_memory_planned(write: Write) -> None:
-    """Weights too are in the GPU's own memory, and nothing of the host's is counted."""
-    model = write("llama", "even")
+@pytest.mark.parametrize("kind", ["llama", "untied"])
+def test_the_memory_taken_is_the_memory_planned(kind: str, write: Write) -> None:
+    """Weights too are in the GPU's own memory, but for an embedding that is no head; nothing of the
+    host's is counted."""
+    model = write(kind, "even")
     run = cuda_run(model, BF16)
     use, layout = memory_use(run.planned, cuda()), run.planned.accumulate.layout
     assert use.mapped == use.process == use.saving == 0
-    assert use.held >= sum(t.nbytes for t in model.checkpoint.tensors.values())
-    assert use.total == sum(block.nbytes for block in layout.blocks)
+    stored = sum(t.nbytes for t in model.checkpoint.tensors.values())
+    assert use.held + use.hosted >= stored and (use.hosted > 0) == (kind == "untied")
+    of_gpu = [block.nbytes for block in layout.blocks if not block.host]
+    assert use.total - use.engine == sum(of_gpu)
     for name, buffer in run.planned.decoder.weights.held.items():
         np.testing.assert_array_equal(run.memory.read(buffer), model.checkpoint.read(name))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_table_in_the_hosts_memory_changes_no_bit(
+    sizes: str, activation: DType, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, work = write("untied", sizes), one_pass(make_documents(LENGTHS))
+    runs = [cuda_run(model, activation, adapter=DROPOUT)]
+    monkeypatch.setattr(cuda(), "limits", replace(cuda().limits, own_memory=False))
+    runs.append(cuda_run(model, activation, adapter=DROPOUT))
+    hosted = [run.planned.accumulate.layout.hosted for run in runs]
+    assert hosted[0] > 0 == hosted[1]
+    results = [run.sums(work) for run in runs for _ in range(2)]
+    for result in results[1:]:
+        assert_same(result, results[0])
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +229,16 @@ def test_a_run_follows_the_cpu(tmp_path, model, validated, precision):
     follow(gpu, cpu, allowed)
     for got, want in zip(validations(gpu), validations(cpu), strict=True):
         assert got["val_loss"] == pytest.approx(want["val_loss"], rel=allowed["loss"])
+
+
+@pytest.mark.parametrize("precision", ALLOWED)
+def test_a_run_with_its_table_in_the_hosts_memory_follows_the_cpu(tmp_path, data, precision):
+    """As of every model whose head is not tied."""
+    folder = write_chat_model(tmp_path / "untied", "untied")
+    for device, chosen in (("cpu", "fp32"), ("cuda", precision)):
+        given: dict[str, Any] = {"device": device, "precision": chosen, "epochs": 2}
+        run(settings(folder, data, tmp_path / device, **given))
+    follow(tmp_path / "cuda", tmp_path / "cpu", ALLOWED[precision])
 
 
 @pytest.mark.parametrize("precision", ALLOWED)

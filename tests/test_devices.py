@@ -1,6 +1,7 @@
 """Which device a name stands for here, and on machines that are not here."""
 
 import platform
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -180,9 +181,11 @@ def test_plans_are_of_the_gpu_where_it_is(with_cuda):
     assert isinstance(planning_device("cuda"), FakeCuda)
 
 
-def test_a_plan_for_cuda_counts_the_gpus_memory(tmp_path, capsys):
-    """All weights are in it, be their files here or not; what the host holds is not."""
-    model = write_model(tmp_path / "model", dtype=BF16)
+@pytest.mark.parametrize("kind", ["llama", "untied"])
+def test_a_plan_for_cuda_counts_the_gpus_memory(kind, tmp_path, capsys):
+    """The weights are in it, be their files here or not; what the host holds is not, to which an
+    embedding belongs that is no head."""
+    model = write_model(tmp_path / "model", kind, dtype=BF16)
     (tmp_path / "config").mkdir()
     shutil.copy(model.folder / "config.json", tmp_path / "config")
     paper = planning_device("cuda")
@@ -190,13 +193,21 @@ def test_a_plan_for_cuda_counts_the_gpus_memory(tmp_path, capsys):
     for folder in (model.folder, tmp_path / "config"):
         planned = plan_run(TrainConfig(model=str(folder)), paper, BF16)
         print_plan(planned, Console(width=160), dispatches=False)
-        said, layout = capsys.readouterr().out, planned.training.accumulate.layout
+        said, layout = capsys.readouterr().out, planned.plan.training.accumulate.layout
         assert "cuda is not on this machine: the plan is right" in said
-        uses.append(planned.use)
-        assert planned.use.total == sum(block.nbytes for block in layout.blocks)
+        uses.append(planned.plan.use)
+        of_gpu = [block.nbytes for block in layout.blocks if not block.host]
+        assert uses[-1].total - uses[-1].engine == sum(of_gpu)
         assert not any(block.file for block in layout.blocks)
-    stored = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
-    assert uses[0] == uses[1] and uses[0].held >= stored
+        line = re.search(r"peak .*\nweights, in the host's memory +([\d.]+) MiB", said)
+        if kind == "untied":
+            assert line and float(line[1]) == pytest.approx(uses[-1].hosted / 2**20, abs=0.05)
+        else:
+            assert "in the host's memory" not in said
+    sizes = {name: tensor.nbytes for name, tensor in model.checkpoint.tensors.items()}
+    table = sizes["model.embed_tokens.weight"] if kind == "untied" else 0
+    assert uses[0].hosted == table
+    assert uses[0] == uses[1] and uses[0].held >= sum(sizes.values()) - table
     assert uses[0].mapped == uses[0].process == uses[0].saving == 0
 
 
@@ -209,11 +220,11 @@ def said_of(model: Path, data: Path, backend: object, activation: DType, capsys)
 
 def test_a_plan_says_whether_the_memory_suffices(model, data, capsys):
     cpu = CpuBackend()
-    assert "on this machine" not in said_of(model, data, cpu, F32, capsys)
+    said = said_of(model, data, cpu, F32, capsys)
+    assert "on this machine" not in said and "computed again" not in said
     cpu.limits = Limits(3 * MIB, 2**40, 0, (F32, BF16), 1, 1)
-    assert "cpu may use 3.0 MiB on this machine, too little" in said_of(
-        model, data, cpu, F32, capsys
-    )
+    said = said_of(model, data, cpu, F32, capsys)
+    assert "more than cpu may use on this machine (3.0 MiB)" in said
     paper = Paper("metal", cpu.limits, cpu.kernels)
     assert "metal is not on this machine" in said_of(model, data, paper, F32, capsys)
 
@@ -224,7 +235,7 @@ def test_a_plan_counts_weights_that_lie_askew(tmp_path):
     askew = with_longer_header(aligned, tmp_path / "askew", 4)
 
     def weights(model: Model, backend: Backend | Paper) -> tuple[int, int]:
-        use = plan_run(TrainConfig(model=str(model.folder)), backend, F32).use
+        use = plan_run(TrainConfig(model=str(model.folder)), backend, F32).plan.use
         assert use.parts()["weights, held in memory"] == use.held
         return use.mapped, use.held
 

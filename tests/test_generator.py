@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,19 @@ def test_on_the_device_too(models, kind):
         generator = make(model, cpu, 40, activation=activation)
         got = [generator._run(True, tokens[i : i + 1], [(0, i, 1)], [0])[0] for i in range(40)]
         assert np.abs(got - want).max() < ulps * activation.eps * np.abs(want).max()
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_a_table_in_the_hosts_memory(models, of_its_own):
+    """Of a device with memory of its own; the answers are the same."""
+    model, prompts, device = models["untied"], sequences(3, 17), CpuBackend()
+    device.limits = replace(device.limits, mapped_alignment=None, own_memory=of_its_own)
+    generator = make(model, device, 30, slots=2)
+    table = model.checkpoint.tensors["model.embed_tokens.weight"].nbytes
+    assert generator._memory._layout.hosted == (table if of_its_own else 0)
+    assert answers(generator, prompts, 9) == answers(
+        make(model, CpuBackend(), 30, slots=2), prompts, 9
+    )
 
 
 def test_a_window_forgets(models):

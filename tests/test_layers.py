@@ -18,7 +18,7 @@ from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
 from krnl.models import training_programs
 from krnl.models.decoder import Decoder
-from krnl.models.training_programs import TrainingPrograms
+from krnl.models.training_programs import Recomputed, TrainingPrograms
 from krnl.ops.pointwise import rope, rope_table
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
@@ -38,7 +38,7 @@ from tiny import (
 Write = Callable[..., Model]
 DROPOUT = replace(ALL, dropout=0.3)
 HEAD = replace(ALL, targets=("q_proj", "lm_head"))
-RECOMPUTE = ("none", "mlp", "layer")
+RECOMPUTE = (0, 1, 3, "layer")  # no model here has more than 3 layers
 LENGTHS = (13, 1, 9, 20, 2)
 
 # float64: a gradient passes some 100 roundings of 2⁻⁵³, each amplified a hundredfold at most.
@@ -104,18 +104,18 @@ def derivative(f: Callable[[float], float], h: float) -> float:
 
 
 GRADIENT_CASES = {
-    **{kind: (kind, ALL, "none") for kind in MODELS},
+    **{kind: (kind, ALL, 0) for kind in MODELS},
     **{f"dropout-{r}": ("qwen3", DROPOUT, r) for r in RECOMPUTE},
     **{f"recompute-{r}": ("untied", ALL, r) for r in RECOMPUTE[1:]},
-    "few-targets": ("llama", replace(ALL, targets=("q_proj", "v_proj")), "none"),
-    "few-targets-dropout": ("qwen2", replace(DROPOUT, targets=("k_proj", "up_proj")), "mlp"),
+    "few-targets": ("llama", replace(ALL, targets=("q_proj", "v_proj")), 0),
+    "few-targets-dropout": ("qwen2", replace(DROPOUT, targets=("k_proj", "up_proj")), 2),
     "upper-layer": ("llama", replace(ALL, targets=r".*layers\.1.*down_proj"), "layer"),
-    "head": ("llama", HEAD, "none"),
+    "head": ("llama", HEAD, 0),
     "untied-head": ("untied", replace(ALL, targets=("lm_head",)), "layer"),
     "ranks-and-scales": (
         "window",
         AdapterConfig(4, 8.0, rslora=True, rank_pattern={"v_proj": 1}, alpha_pattern={"q_proj": 1}),
-        "none",
+        0,
     ),
 }
 
@@ -321,7 +321,7 @@ def test_a_pass_without_targets_adds_nothing(write: Write, use_cpu: Any) -> None
 @pytest.mark.parametrize("activation", [F32, BF16], ids=str)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_capacity_and_what_memory_held_play_no_part(
-    recompute: str, activation: DType, write: Write, use_cpu: Any
+    recompute: Recomputed, activation: DType, write: Write, use_cpu: Any
 ) -> None:
     """45 live tokens in 45, 64 and 96, the rest NaN and indices that point nowhere."""
     model, backend, work = write("qwen3"), use_cpu(), one_pass(make_documents(LENGTHS))

@@ -104,6 +104,22 @@ def test_results_stand_in_the_order_of_the_tables(script, tmp_path):
     assert places == sorted(places)
 
 
+def test_a_table_may_be_there_in_several_sizes(script, tmp_path):
+    """Each under the command that measures it, in the order of the files; of a result from before
+    commands were kept, the table's."""
+    old = bench_result()
+    del old["flags"]
+    long = {**bench_result(), "title": "Long products", "flags": "--length 4096 --against torch"}
+    text = page(script, tmp_path, old, {**bench_result(), "command": "types"}, long)
+    heads = [line for line in text.splitlines() if line.startswith("## ")][:3]
+    assert heads == [
+        "## Products (`krnl bench types`)",
+        "## Products (`krnl bench gemm`)",
+        "## Long products (`krnl bench gemm --length 4096 --against torch`)",
+    ]
+    assert "- `krnl bench gemm --length 4096 --against torch` on " in " ".join(text.split())
+
+
 def test_a_table_is_not_there_twice(script, tmp_path):
     """What is measured anew replaces what was there. Another device, or other rows, may be."""
     other = {**bench_result(), "title": "Others"}

@@ -54,6 +54,40 @@ def megabytes(text: str, unit: str) -> float:
     return float(text) * {"MiB": 2**20, "GiB": 2**30}[unit]
 
 
+def planned_peak(model: Path, *options: object) -> tuple[float, str]:
+    """Bytes that `krnl plan` says, and all that it says."""
+    said = krnl_process("plan", model, "--tokens", TOKENS, *options).stdout
+    found = re.search(r"peak\s+([\d.]+) (MiB|GiB)", said)
+    assert found, said
+    return megabytes(*found.groups()), said
+
+
+def test_peak_of_a_run_within_a_limit(tmp_path, model, data):
+    """Half of the layers compute gate and up again, and that memory is not taken."""
+    kept, _ = planned_peak(model, "--precision", "fp32")
+    gate_and_up = 2 * TOKENS * SIZES["intermediate_size"] * 4
+    limit = ["--memory-limit", (kept - 3.5 * gate_and_up) / 2**30]
+    planned, said = planned_peak(model, "--precision", "fp32", *limit)
+    assert re.search(r"gate and up of [345] of 8 layers are computed again to stay within", said)
+    words = ["train", "--model", model, "--data", data, "--tokens", TOKENS, "--precision", "fp32"]
+    words += ["--batch-size", 64, "--steps", 2]
+    peaks = {}
+    for name, more in (("kept", []), ("again", limit)):
+        ended = subprocess.run(
+            [sys.executable, "-c", PEAK, *map(str, [*words, "--out", tmp_path / name, *more])],
+            env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        code, peaks[name] = map(int, ended.stdout.splitlines()[-1].split())
+        assert code == 0, ended.stderr
+        assert ("gate and up of" in ended.stdout) == (name == "again")
+    print(f"\nkept {peaks['kept'] / 2**20:.0f} MiB, again {peaks['again'] / 2**20:.0f} MiB")
+    assert abs(peaks["again"] - planned) <= TOLERANCE * planned
+    assert peaks["kept"] - peaks["again"] > 2 * gate_and_up
+    weights = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in peaks]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -66,10 +100,7 @@ def megabytes(text: str, unit: str) -> float:
 )
 def test_peak_of_a_run(tmp_path, model, data, options):
     given = ["--tokens", str(TOKENS), *options]
-    said = krnl_process("plan", model, *given).stdout
-    found = re.search(r"peak\s+([\d.]+) (MiB|GiB)", said)
-    assert found, said
-    planned = megabytes(*found.groups())
+    planned, _ = planned_peak(model, *options)
     words = ["train", "--model", model, "--data", data, "--out", tmp_path / "out", *given]
     ended = subprocess.run(
         [sys.executable, "-c", PEAK, *map(str, words), "--batch-size", "64", "--steps", "2"],

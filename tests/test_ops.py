@@ -140,6 +140,7 @@ def test_an_op_says_what_it_reads(case: Case, seed: int) -> None:
     dims = {**bench.dims, **({"n": live} if live else {}), **words(bench)}
     told = case.op.moved(dims)
     assert told.keys() <= {p.name for p in case.op.inputs + case.op.outputs}
+    assert case.op.gathered in {"", *told}, "a gathered input is read in part"
     for p in case.op.inputs:
         value = bench.values.get(p.name)
         if value is None or len(p.letters) == 1:

@@ -5,6 +5,7 @@ KRNL_UPDATE_GOLDEN=1 writes them anew."""
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krnl.backends.cpu import CpuBackend
+from krnl.backends.cuda import ON_PAPER
 from krnl.dtypes import BF16, F32, I32, DType
 from krnl.errors import PlanError
+from krnl.formats.peft import AdapterConfig
 from krnl.kernels.cpu.table import TABLE
 from krnl.model import Model
-from krnl.models.training_programs import TrainingPrograms
+from krnl.models.training_programs import Recomputed, TrainingPrograms
+from krnl.ops.pointwise import embedding
 from krnl.plan import arena
 from krnl.plan.arena import Layout, Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer, FileRegion, Kind
@@ -462,6 +466,81 @@ def test_weights_in_files_are_mapped_where_they_lie() -> None:
     assert p.layout.mapped == 120 and p.layout.reserved(Kind.WEIGHT) == 0
 
 
+# Tables that may stay in the host's memory.
+
+
+TABLES = Table("test", [Row(o.name) for o in (turn, project, embedding)])
+IDS = buffer(3, dtype=I32, name="ids")
+
+
+def hosted(*steps: Step, largest_block: int = 2**62, host_tables: bool = True) -> dict[str, int]:
+    """Bytes of the buffers that a plan leaves in the host's memory, by name."""
+    plans = plan(steps, TABLES, largest_block, host_tables)
+    check_memory(plans, largest_block)
+    layout = plans[0].layout
+    found = {b.name: b.nbytes for b, p in layout.places.items() if layout.blocks[p.block].host}
+    assert layout.hosted == sum(found.values())
+    held = sum(b.nbytes for b in layout.blocks if b.kind is Kind.WEIGHT and not b.file)
+    assert layout.reserved(Kind.WEIGHT) == held - layout.hosted
+    return found
+
+
+def weight(name: str, file: FileRegion | None = None) -> Buffer:
+    return Buffer(name, (32, 16), BF16, Kind.WEIGHT, file=file)
+
+
+def test_a_table_that_is_only_gathered_from_may_stay_with_the_host() -> None:
+    s, table, other, w = step(), weight("table"), weight("other"), weight("w")
+    x = s(embedding, IDS, table)
+    s(embedding, IDS, table.rows(8, 24))
+    s(embedding, IDS, other)
+    s(project, x, (w,), None, None)
+    assert hosted(s) == {"table": 1024, "other": 1024}
+    assert hosted(s, largest_block=1024) == {"table": 1024, "other": 1024}
+    assert hosted(s, host_tables=False) == {}
+
+
+def whole(w: Buffer) -> Step:
+    s = step()
+    s(project, buffer(3, 16), (w,), None, None)
+    return s
+
+
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w.rows(0, 8)], ids=["all", "part"])
+def test_a_table_that_any_call_reads_otherwise_does_not(view: Callable[[Buffer], Buffer]) -> None:
+    """In whatever program, before or after."""
+    table = weight("table")
+    gathers, otherwise = step(), whole(view(table))
+    x = gathers(embedding, IDS, table)
+    assert hosted(gathers, otherwise) == hosted(otherwise, gathers) == {}
+    gathers(project, x, (view(table),), None, None)
+    assert hosted(gathers) == {}
+
+
+def test_only_weights_in_no_file_stay_with_the_host() -> None:
+    s = step()
+    s(embedding, IDS, weight("mapped", FileRegion(Path("file"), 64)))
+    for kind in (Kind.STATE, Kind.INPUT):
+        s(embedding, IDS, buffer(32, 16, kind=kind))
+    assert hosted(s) == {}
+
+
+@pytest.mark.parametrize("adapter", [ALL, replace(ALL, targets=("lm_head",))], ids=["all", "head"])
+@pytest.mark.parametrize(
+    ("kind", "found"), [("untied", ["model.embed_tokens.weight"]), ("llama", [])]
+)
+def test_the_table_of_a_head_that_is_not_tied(
+    kind: str, found: list[str], adapter: AdapterConfig, tmp_path: Path
+) -> None:
+    """On a device with memory of its own; on others there is none."""
+    model = write_model(tmp_path, kind)
+    for device, expected in ((ON_PAPER, found), (CpuBackend(), [])):
+        planned = plan_model(model, adapter, device)
+        check_memory([planned.accumulate, planned.evaluate, planned.update], 2**62)
+        layout = planned.accumulate.layout
+        assert [b.name for b, p in layout.places.items() if layout.blocks[p.block].host] == expected
+
+
 # The checks of this file and of the planner, each with a fault that it must find.
 
 
@@ -514,11 +593,11 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["none", "mlp", "layer"])
+@pytest.mark.parametrize("recompute", [0, 1, 2, "layer"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("activation", [F32, BF16], ids=str)
 def test_training_programs_keep_what_they_need(
-    model: Model, adapter: str, recompute: str, activation: DType
+    model: Model, adapter: str, recompute: Recomputed, activation: DType
 ) -> None:
     options = {"activation": activation, "tokens": 200, "recompute": recompute}
     planned = plan_model(model, ADAPTERS[adapter], CpuBackend(), **options)
@@ -543,16 +622,19 @@ def test_the_arena_is_close_to_what_is_alive(model: Model) -> None:
 
 
 def test_recompute_saves_less(model: Model) -> None:
-    by_mode = {r: plan_model(model, recompute=r, tokens=200) for r in ("none", "mlp", "layer")}
-    saved = [p.accumulate.saved for p in by_mode.values()]
-    reserved = [p.accumulate.layout.reserved(Kind.TEMP) for p in by_mode.values()]
-    flops = [p.accumulate.flops for p in by_mode.values()]
-    assert saved[0] > saved[1] > saved[2] > 0
-    assert reserved[0] > reserved[1] > reserved[2]
-    assert flops[0] < flops[1] < flops[2]
-    # Exactly gate and up of every layer.
-    c = model.config
-    assert saved[0] - saved[1] == c.layers * 2 * 200 * c.intermediate_size * F32.size
+    layers = model.config.layers
+    plans = [plan_model(model, recompute=r, tokens=200) for r in (*range(layers + 1), "layer")]
+    saved = [p.accumulate.saved for p in plans]
+    reserved = [p.accumulate.layout.reserved(Kind.TEMP) for p in plans]
+    flops = [p.accumulate.flops for p in plans]
+    assert saved == sorted(set(saved), reverse=True)
+    assert reserved == sorted(reserved, reverse=True) and reserved[-1] < reserved[-2] < reserved[0]
+    assert flops == sorted(set(flops))
+    # Exactly gate and up of a layer each time.
+    gate_and_up = 2 * 200 * model.config.intermediate_size * F32.size
+    assert [a - b for a, b in pairwise(saved[:-1])] == layers * [gate_and_up]
+    more = plan_model(model, recompute=layers + 1, tokens=200).accumulate
+    assert (more.saved, more.flops) == (saved[layers], flops[layers])
 
 
 def accumulate_without(programs: TrainingPrograms, index: int) -> tuple[Step, Call]:
@@ -563,7 +645,7 @@ def accumulate_without(programs: TrainingPrograms, index: int) -> tuple[Step, Ca
 def test_every_forgotten_call_is_noticed(model: Model) -> None:
     """Each call left out in turn: its temps are read unwritten, or its gradients are missing. What
     remains wrote in place: a temp that something else had written, or the loss."""
-    planned = plan_model(model, recompute="mlp")
+    planned = plan_model(model, recompute=2)
     programs, grad = planned.programs, planned.decoder.trainable.grad
     unnoticed, gradients = [], 0
     for index in range(len(programs.accumulate().calls)):
@@ -617,7 +699,7 @@ GOLDEN_PLANS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama": ("llama", replace(ALL, targets=("q_proj", "v_proj")), {}),
     "qwen3": ("qwen3", ALL, {}),
     "dropout": ("untied", replace(ALL, dropout=0.1), {"activation": BF16}),
-    "recompute-mlp": ("qwen2", ALL, {"recompute": "mlp"}),
+    "recompute-mlp": ("qwen2", ALL, {"recompute": 2}),
     "recompute-layer": ("window", ALL, {"recompute": "layer"}),
     "head": ("untied", replace(ALL, targets=("lm_head",)), {}),
 }

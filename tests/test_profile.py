@@ -15,9 +15,10 @@ from krnl.bench.control import open_gate
 from krnl.bench.gate import Measurement
 from krnl.data.packing import random_pass
 from krnl.dtypes import F32
-from krnl.errors import ConfigError, Refused
+from krnl.errors import ConfigError, PlanError, Refused
 from krnl.profile import ROUNDS, Profile, Timing, profile_run
 from krnl.profile_report import as_json, picture
+from krnl.training.budget import BudgetedPlan, plan_within
 from krnl.training.config import TrainConfig
 from metalsim.install import metal_backend
 from open_gate import OpenGate
@@ -107,6 +108,34 @@ def test_a_group_is_under_the_roof_that_most_of_its_floor_comes_from(profile):
     assert (group.bound, group.floor, group.gap) == ("compute", 0.5, 1.5)
     (group,) = replace(profile, timings=[one, other, other]).grouped()
     assert group.bound == "memory"
+
+
+def test_a_profile_within_a_limit_is_that_of_the_run(monkeypatch):
+    """What is computed again is timed, and said."""
+    monkeypatch.setattr(krnl.profile, "ROUNDS", 1)
+    monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
+    monkeypatch.setattr("krnl.profile.plan_within", watched := Watched())
+    profile_run(CONFIG, gate=OpenGate())
+    kept = watched.planned.use.total
+    assert watched.planned.recomputed == ""
+    profile = profile_run(replace(CONFIG, memory_limit=(kept - 1) / 2**30), gate=OpenGate())
+    again = [t for t in profile.timings if t.label.startswith("bwd gate, up = ")]
+    assert [t.layer for t in again] == ["bwd layer 0"]
+    said = "gate and up of 1 of 4 layers are computed again to stay within"
+    assert printed(profile).splitlines()[1].startswith(said)
+    assert as_json(profile)["recomputed"].startswith(said)
+    with pytest.raises(PlanError, match="more than memory_limit"):
+        profile_run(replace(CONFIG, memory_limit=0.001), gate=OpenGate())
+
+
+class Watched:
+    """Plans, and keeps the last plan."""
+
+    planned: BudgetedPlan
+
+    def __call__(self, *given: object) -> BudgetedPlan:
+        self.planned = plan_within(*given)
+        return self.planned
 
 
 def test_rows_of_a_random_pass_cannot_see_one_another():

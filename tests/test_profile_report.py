@@ -102,7 +102,7 @@ def test_json(profile, tmp_path):
     assert content["schema"] == 2
     assert content.keys() == {
         "schema", "trusted", "machine", "model", "tokens", "documents", "targets", "activation",
-        "replay", "sum", "roof", "measurement", "dispatches",
+        "recomputed", "replay", "sum", "roof", "measurement", "dispatches",
     }  # fmt: skip
     assert (content["model"], content["documents"]) == (MODEL, 4)
     assert len(content["dispatches"]) == len(profile.timings)

@@ -145,6 +145,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path, key, hint):
         ("rank_pattern: 4", "rank_pattern is 4; it must map patterns to numbers."),
         ("rank_pattern: {q: x}", "rank_pattern.q is 'x'; it must be a whole number."),
         ("schedule: cosin", "it must be one of constant, linear, cosine. Did you mean 'cosine'?"),
+        ("recompute: mpl", "it must be one of auto, none, mlp, layer. Did you mean 'mlp'?"),
         ("precision: 16", "precision is 16; it must be one of auto, fp32, bf16, fp16."),
     ],
 )

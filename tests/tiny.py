@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from krnl.backends.base import Backend
+from krnl.backends.base import Backend, Paper
 from krnl.backends.reference import ReferenceBackend
 from krnl.data.examples import Example
 from krnl.data.packing import Pass
@@ -17,6 +17,7 @@ from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import SINGLE, write_safetensors
 from krnl.model import Model
 from krnl.models.config import linear_paths, parse, tensor_shapes
+from krnl.models.training_programs import Recomputed
 from krnl.plan.buffer import Kind
 from krnl.training.session import Session, TrainingPlan, plan_training
 
@@ -116,10 +117,10 @@ def make_modules(
 def plan_model(
     model: Model,
     adapter: AdapterConfig = ALL,
-    backend: Backend = REFERENCE,
+    backend: Backend | Paper = REFERENCE,
     activation: DType = F32,
     tokens: int = 64,
-    recompute: Any = "none",
+    recompute: Recomputed = 0,
 ) -> TrainingPlan:
     """The training programs of a tiny model."""
     paths = adapter.select(linear_paths(model.config))

@@ -89,7 +89,10 @@ class Generator:
         )
         next_step, self._next_inputs, self._next_logits = programs.read("next", slots, slots)
         prompt_plan, next_plan = plan(
-            [prompt_step, next_step], backend.kernels, backend.limits.largest_block
+            [prompt_step, next_step],
+            backend.kernels,
+            backend.limits.largest_block,
+            backend.limits.own_memory,
         )
         self._memory = backend.allocate(prompt_plan.layout)
         model.fill(weights, self._memory)

@@ -18,7 +18,7 @@ from krnl.training.config import TrainConfig
 UNPROFILED = (
     "data", "valid", "out", "batch_size", "max_length", "train_on", "shuffle", "epochs", "steps",
     "lr", "schedule", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip", "eval_every",
-    "save_every", "resume", "overwrite", "memory_limit", "show",
+    "save_every", "resume", "overwrite", "show",
 )  # fmt: skip
 ROOM = 2**20  # bytes that have to be free for each file: about what they take
 
@@ -82,7 +82,8 @@ class BenchOptions:
     device: Literal["auto", "cpu", "metal", "cuda"] = "auto"
     """What computes."""
     against: str | None = None
-    """Peers to measure in the same rounds, separated by commas: mlx, torch."""
+    """Peers to measure in the same rounds, separated by commas: mlx and torch in the tables step
+    and model, torch in shapes."""
     mlx_python: str | None = None
     """The Python of an environment that has MLX."""
     torch_python: str | None = None
@@ -90,15 +91,20 @@ class BenchOptions:
     variants: str = "eager"
     """How PyTorch is run, separated by commas. step: eager, compile, graph (on CUDA). model: eager,
     untuned (the allocator as it comes), compile, checkpointing, liger (on CUDA)."""
+    adapters: Literal["both", "16", "fp32"] = "both"
+    """The type of peers' adapters where the base has 16 bits: that of the base, or fp32."""
     model: str | None = None
-    """What the table model trains: smollm2-135m, qwen2.5-0.5b or llama-3.2-1b with random weights,
-    or the folder of a checkpoint. The first two if not given."""
+    """What the table model trains: smollm2-135m, qwen2.5-0.5b, llama-3.2-1b or llama-3.1-8b with
+    random weights, or the folder of a checkpoint. The first if not given."""
     rows: int | None = None
     """Rows of an update in the table model: 4 if not given."""
     length: int | None = None
-    """Tokens of a row in the table model: 256 if not given."""
+    """Tokens of a row in the table model, 256 if not given, or of the block in the table step,
+    512 if not given."""
     chat: bool = False
     """Rows of uneven lengths, a third of each labelled, in the table model."""
+    memory_limit: float | None = None
+    """GiB that KRNL may take in the table model, as in krnl train; peers do not heed it."""
     rounds: int = 7
     """How often each contestant runs; medians are shown."""
     json: str | None = None

@@ -19,10 +19,10 @@ from krnl.model import Model, imagined_weights, stored_dtype
 from krnl.models import config as model_config
 from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
+from krnl.training.budget import BudgetedPlan, memory_budget, plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loop import adapter_config, load_data
-from krnl.training.memory import MemoryUse, gib, memory_use
-from krnl.training.session import TrainingPlan, plan_training
+from krnl.training.memory import gib
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Planned:
     """A training plan with what it was made for."""
 
     name: str
-    training: TrainingPlan
-    use: MemoryUse
+    plan: BudgetedPlan
     backend: Backend | Paper
     precision: str
     trained: int
@@ -53,20 +52,25 @@ def plan_run(config: TrainConfig, backend: Backend | Paper, activation: DType) -
         alignment = backend.limits.mapped_alignment
         weights, loaded = imagined_weights(shape, stored_dtype(folder), alignment), None
     adapter, paths = _adapter(config, shape)
-    training = plan_training(
-        shape, weights, adapter, paths, backend, activation, config.tokens, config.recompute
+    planned = plan_within(
+        memory_budget(backend, config.memory_limit),
+        config.recompute,
+        shape,
+        weights,
+        adapter,
+        paths,
+        backend,
+        activation,
+        config.tokens,
     )
-    trained = training.decoder.trainable.size
-    use = memory_use(training, backend)
+    trained = planned.training.decoder.trainable.size
     del loaded
-    return Planned(
-        shape.name, training, use, backend, str(activation), trained, len(paths), has_weights
-    )
+    return Planned(shape.name, planned, backend, str(activation), trained, len(paths), has_weights)
 
 
 def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     """The memory table, the work of a pass, and the dispatch list (or a summary of it)."""
-    training = planned.training
+    training, use = planned.plan.training, planned.plan.use
     capacity = training.programs.capacity
     console.print(
         f"[bold]{escape(planned.name)}[/] on {planned.backend.name} in {planned.precision}: "
@@ -75,25 +79,24 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,
     )
-    use = planned.use
     memory = Table("memory", "bytes", box=None, pad_edge=False)
     memory.columns[1].justify = "right"
     for name, nbytes in use.parts().items():
         memory.add_row(name, gib(nbytes))
     memory.add_row("[bold]peak", f"[bold]{gib(use.total)}")
+    if use.hosted:
+        memory.add_row("weights, in the host's memory", gib(use.hosted))
     console.print(memory)
+    if again := planned.plan.recomputed:
+        console.print(again, highlight=False, soft_wrap=True)
     if isinstance(planned.backend, Paper):
         console.print(
             f"{planned.backend.name} is not on this machine: the plan is right, but whether the "
             "memory there suffices is not known",
             soft_wrap=True,
         )
-    elif use.total > planned.backend.limits.memory:
-        console.print(
-            f"{planned.backend.name} may use {gib(planned.backend.limits.memory)} on this machine, "
-            "too little for this run",
-            soft_wrap=True,
-        )
+    if shortage := planned.plan.shortage():
+        console.print(shortage, highlight=False, soft_wrap=True)
     work = Table("program", "dispatches", "GFLOP at capacity", box=None, pad_edge=False)
     for column in work.columns[1:]:
         column.justify = "right"

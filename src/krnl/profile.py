@@ -21,9 +21,10 @@ from krnl.plan.lower import Dispatch
 from krnl.plan.op import LIVE
 from krnl.plan.step import Call
 from krnl.profile_names import direction, names, place
+from krnl.training.budget import memory_budget, plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loop import starting_adapter
-from krnl.training.session import Session, plan_training
+from krnl.training.session import Session
 
 ROUNDS = 7  # medians are taken of these
 
@@ -59,6 +60,7 @@ class Profile:
     tokens: int
     documents: int
     targets: int
+    recomputed: str  # what the backward pass computes again, for people
     replay: float
     timings: list[Timing]
     activation: DType
@@ -96,7 +98,9 @@ def profile_run(
     model = Model.open(config.model)
     adapter, modules = starting_adapter(config, model)
     activation = activation_type(backend, config.precision)
-    planned = plan_training(
+    budgeted = plan_within(
+        memory_budget(backend, config.memory_limit),
+        config.recompute,
         model.config,
         model.weights(backend.limits.mapped_alignment),
         adapter,
@@ -104,8 +108,9 @@ def profile_run(
         backend,
         activation,
         config.tokens,
-        config.recompute,
     )
+    budgeted.check()
+    planned = budgeted.training
     work = random_pass(model.config.vocab_size, config.tokens, documents, labelled)
     session = Session(planned, model, modules, backend, config.seed)
     dispatches = planned.accumulate.dispatches
@@ -139,6 +144,7 @@ def profile_run(
         work.live,
         documents,
         len(work.target),
+        budgeted.recomputed,
         measurement.median("replay"),
         work_of.timings(dispatches, np.median(runs, axis=0).tolist()),
         activation,

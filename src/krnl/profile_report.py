@@ -50,6 +50,8 @@ def print_profile(
         f"{profile.model}: {_pass(profile)} in {1e3 * profile.replay:.1f} ms "
         f"({profile.tokens / profile.replay:,.0f} tokens/s)"
     )
+    if profile.recomputed:
+        console.print(profile.recomputed, highlight=False, markup=False, soft_wrap=True)
     if profile.roof is not None:
         peaks = [f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in profile.roof.flops.items()]
         say(f"the roof: {', '.join(peaks)}, {profile.roof.nbytes / 1e9:,.0f} GB/s")
@@ -89,6 +91,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "documents": profile.documents,
         "targets": profile.targets,
         "activation": str(profile.activation),
+        "recomputed": profile.recomputed,
         "replay": profile.replay,
         "sum": profile.total,
         "roof": roof

@@ -1,6 +1,6 @@
 """Runs plans on the simulated device, as krnl.backends.cuda does on a GPU.
 
-backend = SimulatedCudaBackend(90)
+backend = SimulatedCudaBackend(HOPPER)
 … allocate, compile, run …        # a KernelError if something is wrong
 backend.executed                  # the kernels, and how often each ran
 """
@@ -15,12 +15,15 @@ from krnl.backends.cuda_compiler import Kernel
 from krnl.backends.cuda_launch import packed
 from krnl.errors import BackendError
 from krnl.kernels.cuda.table import table
-from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.cuda.target import Target
+from krnl.kernels.launch import Launch, launches
 from krnl.plan.arena import Layout, Plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table
 
 from . import build, device
+
+HOPPER = Target(90)
 
 
 class SimulatedMemory:
@@ -53,7 +56,7 @@ class SimulatedMemory:
 class SimulatedProgram:
     def __init__(self, backend: "SimulatedCudaBackend", plan: Plan, memory: SimulatedMemory):
         self._backend, self._memory = backend, memory
-        self._launches = launches(plan)
+        self._launches = enqueued(plan)
         backend.functions.prepare(map(Kernel.of, self._launches))
 
     def run(self) -> None:
@@ -85,19 +88,19 @@ class SimulatedProgram:
 
 
 class SimulatedCudaBackend:
-    """A GPU of a compute capability. `order`: of threads and blocks, see device.py."""
+    """`order`: of threads and blocks, see device.py."""
 
     name = "cuda"
     limits: Limits = ON_PAPER.limits
 
     def __init__(
         self,
-        capability: int = 90,
+        target: Target = HOPPER,
         kernels: Table | None = None,
         functions: build.Kernels | None = None,
         order: int = device.FORWARD,
     ) -> None:
-        self.kernels = kernels or table(capability)
+        self.kernels = kernels or table(target)
         self.functions = functions or OWN
         self.order = order
         self.executed: Counter[Kernel] = Counter()
@@ -113,10 +116,6 @@ class SimulatedCudaBackend:
 OWN = build.Kernels()
 
 
-def launches(plan: Plan) -> list[Launch]:
+def enqueued(plan: Plan) -> list[Launch]:
     """What a plan launches, in its order."""
-    made: list[Launch] = []
-    for dispatch in plan.dispatches:
-        assert isinstance(dispatch.row, GpuRow)
-        made += dispatch.row.launches(dispatch.call, dispatch.workspace)
-    return [launch for launch in made if all(launch.groups)]
+    return [launch for dispatch in plan.dispatches for launch in launches(dispatch)]

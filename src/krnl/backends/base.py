@@ -22,7 +22,9 @@ class Limits:
     threads: int  # host threads that it uses
     # Elements; a weight is mapped if it begins at a multiple in its file. None: none is mapped.
     mapped_alignment: int | None
-    own_memory: bool = False  # all this is memory of the device's own, beside that of the process
+    # All this is memory of the device's own, beside the host's. That it can read too: tables of
+    # which it needs a few rows at a time are left there.
+    own_memory: bool = False
     head_rows: int = 512  # labelled tokens whose logits exist at once: enough to be fast, at least
 
 

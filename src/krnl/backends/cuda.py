@@ -12,9 +12,10 @@ from krnl.backends.cuda_launch import HOPPER, BoundLaunch, Launcher, naming
 from krnl.backends.cuda_memory import CudaMemory, Staging
 from krnl.backends.cuda_roof import measure
 from krnl.dtypes import BF16, F16, F32
-from krnl.errors import BackendError, ConfigError
+from krnl.errors import ConfigError, KrnlError
 from krnl.kernels.cuda.table import table
-from krnl.kernels.launch import GpuRow
+from krnl.kernels.cuda.target import Target
+from krnl.kernels.launch import launches
 from krnl.plan.arena import Layout, Plan
 from krnl.plan.lower import Table
 
@@ -25,13 +26,27 @@ ACTIVATIONS = (BF16, F16, F32)
 # Of fewer rows the head's backward, whose K is the vocabulary, makes too few tiles for a large GPU.
 HEAD_ROWS = 1024
 
-# How much memory there is, is not known; the kernels are those of a data-centre card of 2022.
+# Bytes of the GPU's memory that a run takes beside its plan's blocks. What is free when the device
+# is opened has no part of the driver's context any more. Afterwards come the code of the kernels,
+# some dozens, each in pieces of up to 2 MiB; the graphs of three programs, 1,700 launches for 32
+# layers, of which each takes up to 64 KiB; what blocks are rounded up to. The driver tells none of
+# these, so all are given this much. Copies that wait for the GPU are in the host's memory.
+RESERVE = 256 << 20
+
+# How much memory there is, is not known; the kernels are those of an H100 or H200.
 ON_PAPER = Paper(
     "cuda",
     Limits(
-        2**62, 2**62, 0, ACTIVATIONS, 1, mapped_alignment=None, own_memory=True, head_rows=HEAD_ROWS
+        memory=2**62,
+        largest_block=2**62,
+        scratch=RESERVE,
+        activations=ACTIVATIONS,
+        threads=1,
+        mapped_alignment=None,
+        own_memory=True,
+        head_rows=HEAD_ROWS,
     ),
-    table(HOPPER),
+    table(Target(HOPPER)),
 )
 
 
@@ -46,14 +61,14 @@ class CudaBackend:
         self._gpu = gpu = Gpu()
         self._launcher = Launcher(gpu)
         self._staging = Staging(gpu)
-        self.kernels = kernels or table(gpu.capability)
+        self.kernels = kernels or table(Target(gpu.capability, gpu.multiprocessors))
         self.device_name = gpu.name
         self.driver = gpu.versions
         free, total = (int(nbytes) for nbytes in gpu("cuMemGetInfo"))
         self.limits = Limits(
             memory=free,
             largest_block=total,
-            scratch=0,
+            scratch=RESERVE,
             activations=ACTIVATIONS,
             threads=1,
             mapped_alignment=None,
@@ -129,15 +144,10 @@ class CudaProgram:
             self._launcher.launch(launch, overlap=index > 0)
 
     def _bind(self, plan: Plan) -> list[_BoundDispatch]:
-        launches = []
-        for dispatch in plan.dispatches:
-            assert isinstance(dispatch.row, GpuRow)
-            made = dispatch.row.launches(dispatch.call, dispatch.workspace)
-            # A grid of nothing is refused by the driver.
-            launches.append([launch for launch in made if all(launch.groups)])
-        self._launcher.prepare([launch for made in launches for launch in made])
+        wanted = [launches(dispatch) for dispatch in plan.dispatches]
+        self._launcher.prepare([launch for made in wanted for launch in made])
         bound = []
-        for dispatch, made in zip(plan.dispatches, launches, strict=True):
+        for dispatch, made in zip(plan.dispatches, wanted, strict=True):
             label = dispatch.call.label
             with naming(label):
                 bind = self._launcher.bind
@@ -154,8 +164,8 @@ class CudaProgram:
             for dispatch in self._dispatches:
                 for launch in dispatch.launches:
                     self._launcher.launch(launch)
-        except BackendError:
-            with suppress(BackendError):  # the reason is the one above
+        except KrnlError:
+            with suppress(KrnlError):  # the reason is the one above
                 gpu("cuStreamEndCapture", gpu.stream)
             raise
         drawn = gpu("cuStreamEndCapture", gpu.stream)

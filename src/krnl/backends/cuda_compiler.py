@@ -8,15 +8,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from krnl.errors import BackendError, ConfigError, FormatError
-from krnl.formats.files import write_bytes_atomic
+from krnl.backends.cuda_cache import Cubin, CubinFolder
+from krnl.errors import BackendError, ConfigError
 from krnl.kernels.cuda import sources
 from krnl.kernels.launch import Launch
 
@@ -32,6 +34,7 @@ OPTIONS = (
 SERIALISED = re.compile(
     r"\bC75(09|10|11|12|18|20)\b|serialized|Potential Performance Loss|setmaxnreg ignored"
 )
+WHEELS = tuple(f"nvidia-cuda-nvrtc{suffix}" for suffix in ("", "-cu12", "-cu13"))
 SHOWN_LINES = 12  # of the compiler's words
 
 
@@ -53,15 +56,6 @@ class Kernel:
         return f"'{self.expression}' of {self.library}.cu"
 
 
-@dataclass(frozen=True)
-class Cubin:
-    """Machine code of one kernel: what it is called in there, and what the compiler said."""
-
-    entry: str
-    log: str
-    image: bytes
-
-
 class Compiler:
     """Compiles for one architecture (as sm_90a), keeping what it made in `folder`. `nvrtc` is the
     module of cuda.bindings."""
@@ -76,53 +70,71 @@ class Compiler:
     ):
         self._nvrtc = nvrtc
         self.architecture = architecture
-        self._folder = folder
+        self._folder = CubinFolder(folder)
         self._source = source
         self._headers = dict(headers())
         self._options = (f"--gpu-architecture={architecture}", *OPTIONS)
-        self._version = self._call("nvrtcVersion")
+        self._version = (*self._call("nvrtcVersion"), *_installed())
+        self._warned = self._compiled = False
 
     def compile(self, kernels: Iterable[Kernel]) -> dict[Kernel, Cubin]:
-        """The code of each, in parallel. BackendError for one that does not compile, or whose
-        products wait for one another."""
+        """The code of each, in parallel. BackendError for one that does not compile; a warning, the
+        first time, if products wait for one another, which is right but slow."""
         cubins = {}
-        for kernel, made in self.try_each(kernels):
-            if isinstance(made, BackendError):
-                raise made
-            cubins[kernel] = made
+        with closing(self.try_each(kernels)) as results:
+            for kernel, made in results:
+                if isinstance(made, BackendError):
+                    raise made
+                cubins[kernel] = made
+        self._warn([kernel for kernel, cubin in cubins.items() if SERIALISED.search(cubin.log)])
         return cubins
 
-    def try_each(self, kernels: Iterable[Kernel]) -> Iterator[tuple[Kernel, Cubin | BackendError]]:
-        """As `compile`, with each kernel's own result."""
-        wanted = list(dict.fromkeys(kernels))
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            yield from zip(wanted, pool.map(self._try, wanted), strict=True)
+    def try_each(
+        self, kernels: Iterable[Kernel]
+    ) -> Generator[tuple[Kernel, Cubin | BackendError], None, None]:
+        """As `compile`, with each kernel's own result. Where this is left early, as by Ctrl-C, only
+        what is being compiled is waited for."""
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        try:
+            begun = {kernel: pool.submit(self._cubin, kernel) for kernel in dict.fromkeys(kernels)}
+            for kernel, future in begun.items():
+                try:
+                    made: Cubin | BackendError = future.result()
+                except BackendError as error:
+                    made = error
+                yield kernel, made
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if self._compiled:
+                self._folder.trim()
+                self._compiled = False
 
-    def path(self, kernel: Kernel) -> Path:
-        """Where its code is kept. Whatever has a part in the code has a part in the name."""
+    def _warn(self, slow: Sequence[Kernel]) -> None:
+        if slow and not self._warned:
+            self._warned = True
+            others = f" and of {len(slow) - 1} other kernels" if len(slow) > 1 else ""
+            warnings.warn(
+                f"The installed compiler (NVRTC) makes slow code of {slow[0]}{others} for "
+                f"{self.architecture}. Results are right all the same; another version of "
+                "nvidia-cuda-nvrtc may do better.",
+                stacklevel=3,
+            )
+
+    def _name(self, kernel: Kernel) -> str:
+        """Of what is kept. Whatever has a part in the code has a part in it."""
         digest = hashlib.sha256()
         named = {"": self._source(kernel.library), **self._headers}
         for part in (*self._options, str(self._version), str(kernel), json.dumps(named)):
             digest.update(part.encode() + b"\0")
-        return self._folder / f"{kernel.library}-{digest.hexdigest()[:32]}.cubin"
-
-    def _try(self, kernel: Kernel) -> Cubin | BackendError:
-        try:
-            return self._cubin(kernel)
-        except BackendError as error:
-            return error
+        return f"{kernel.library}-{digest.hexdigest()[:32]}"
 
     def _cubin(self, kernel: Kernel) -> Cubin:
-        path = self.path(kernel)
-        cubin = _unpack(path)
+        name = self._name(kernel)
+        cubin = self._folder.read(name)
         if cubin is None:
             cubin = self._compile(kernel)
-            with suppress(FormatError):  # without a place for it, it is compiled again next time
-                write_bytes_atomic(path, _pack(cubin))
-        if SERIALISED.search(cubin.log):
-            raise BackendError(
-                f"{kernel} would be slow on {self.architecture}:\n{_words(cubin.log)}"
-            )
+            self._folder.write(name, cubin)
+            self._compiled = True
         return cubin
 
     def _compile(self, kernel: Kernel) -> Cubin:
@@ -182,24 +194,14 @@ def _literal(value: bool | int | float) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _pack(cubin: Cubin) -> bytes:
-    """The content of a file: a checksum of the rest, a line of JSON, the code."""
-    head = json.dumps({"entry": cubin.entry, "log": cubin.log}).encode() + b"\n"
-    content = head + cubin.image
-    return hashlib.sha256(content).digest() + content
-
-
-def _unpack(path: Path) -> Cubin | None:
-    """None if the file is not there, or is damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    checksum, content = data[:32], data[32:]
-    if hashlib.sha256(content).digest() != checksum:
-        return None
-    head, _, image = content.partition(b"\n")
-    return Cubin(**json.loads(head), image=image)
+def _installed() -> list[str]:
+    """Wheels with NVRTC and their versions, to the last digit. Which of several is in use is not
+    told."""
+    found = []
+    for wheel in WHEELS:
+        with suppress(PackageNotFoundError):
+            found.append(f"{wheel} {version(wheel)}")
+    return found
 
 
 def _words(log: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from threading import Timer, local
 from typing import Any
 
-from krnl.errors import BackendError, ConfigError
+from krnl.errors import BackendError, ConfigError, KrnlError, PlanError
 
 LIBRARY = "libcuda.so.1"
 HELD_SECONDS = 10.0  # far longer than it takes to enqueue what is to be timed
@@ -37,6 +37,10 @@ FAULTS = frozenset(
 )
 
 
+class GpuMemoryError(PlanError):
+    """A function of the driver that found too little memory."""
+
+
 class DriverError(BackendError):
     """A function of the driver that failed; `status` is the driver's name of the reason."""
 
@@ -49,8 +53,9 @@ class Gpu:
     """The first GPU that the process may see. ConfigError if there is none that can be used.
 
     Called with the name of a function of the driver and its arguments, it returns what the function
-    gives: None, a value, or a tuple. `running` holds names of what was enqueued and may not have
-    ended yet: a fault is told by the first call after it, whichever that is.
+    gives: None, a value, or a tuple; GpuMemoryError or DriverError if it fails. `running` holds
+    names of what was enqueued and may not have ended yet: a fault is told by the first call after
+    it, whichever that is.
     """
 
     def __init__(self) -> None:
@@ -70,6 +75,7 @@ class Gpu:
                 f"The cuda device needs a GPU of compute capability 8.0 or later (Ampere); this is "
                 f"'{self.name}' with {major}.{minor}. Use --device cpu."
             )
+        self.multiprocessors = self.attribute("MULTIPROCESSOR_COUNT")
         self._context = self("cuDevicePrimaryCtxRetain", device)
         # Ordered with nothing but itself.
         flags = self.api.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -102,11 +108,12 @@ class Gpu:
         self("cuStreamSynchronize", self.stream)
         self.running.clear()
 
-    def pinned(self, nbytes: int) -> int:
+    def pinned(self, nbytes: int, owner: Any = None) -> int:
         """The address of host memory that the GPU can reach, and which it may read while the host
-        goes on. It lives as long as the device is open."""
-        address = int(self("cuMemHostAlloc", nbytes, 0))
-        self.on_end(self, "cuMemFreeHost", address)
+        goes on. It lives as long as its owner, by default as the device is open."""
+        flags = self.api.CU_MEMHOSTALLOC_PORTABLE | self.api.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(self("cuMemHostAlloc", nbytes, flags))
+        self.on_end(owner or self, "cuMemFreeHost", address)
         return address
 
     def event(self, timing: bool) -> Any:
@@ -169,9 +176,14 @@ class Gpu:
                 "driver, or use --device cpu."
             )
 
-    def _error(self, function: str, status: Any) -> DriverError:
+    def _error(self, function: str, status: Any) -> KrnlError:
         told, words = self.api.cuGetErrorString(status)
         words = words.decode() if int(told) == 0 and words else "unknown error"
+        if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            return GpuMemoryError(
+                f"{function} fails: {words} ({status.name}). Lower --tokens, train with a lower "
+                "--memory-limit, end what else uses the GPU, or take a smaller model."
+            )
         if status.name in FAULTS and self.running:
             names = ", ".join(dict.fromkeys(self.running))
             return DriverError(

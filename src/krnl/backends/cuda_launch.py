@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from krnl.backends.cuda_compiler import Compiler, Cubin, Kernel, architecture
+from krnl.backends.cuda_cache import Cubin
+from krnl.backends.cuda_compiler import Compiler, Kernel, architecture
 from krnl.backends.cuda_driver import Gpu
 from krnl.backends.cuda_memory import CudaMemory
 from krnl.dtypes import BF16, F16, F32, DType

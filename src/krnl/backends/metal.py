@@ -17,7 +17,7 @@ from krnl.backends.base import Limits, Memory, Paper
 from krnl.backends.metal_memory import MetalMemory, whole_pages
 from krnl.dtypes import F16, F32
 from krnl.errors import BackendError, ConfigError
-from krnl.kernels.launch import GpuRow, Launch
+from krnl.kernels.launch import Launch, launches
 from krnl.kernels.metal.sources import libraries, source
 from krnl.kernels.metal.table import TABLE
 from krnl.plan.arena import Layout, Plan
@@ -283,12 +283,9 @@ class MetalProgram:
         return end - start
 
     def _bind(self, dispatch: Dispatch) -> _BoundDispatch:
-        assert isinstance(dispatch.row, GpuRow)
-        launches = dispatch.row.launches(dispatch.call, dispatch.workspace)
         label = dispatch.call.label
         try:
-            # Metal refuses a grid of nothing.
-            return _BoundDispatch(label, [self._look_up(x) for x in launches if all(x.groups)])
+            return _BoundDispatch(label, [self._look_up(x) for x in launches(dispatch)])
         except BackendError as error:
             raise BackendError(f"{label}: {error}") from None
 

@@ -1,5 +1,5 @@
-"""Other tools, each run by an interpreter that has it: a process that does one step for every line
-it is sent (bench/protocol.py). KRNL never imports them."""
+"""Other tools, each run by an interpreter that has it: a process that does a step, or several, for
+every line it is sent (bench/protocol.py). KRNL never imports them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ KEEP_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 # Libraries of products take as many threads as they find cores, hyperthreads or not, each by a rule
-# of its own. All tools get as many as KRNL has.
+# of its own. On the CPU all tools get as many as KRNL has.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -44,8 +44,10 @@ DEVICES = {
     "torch": {"cpu": "cpu", "metal": "mps", "cuda": "cuda"},
     "mlx": {"cpu": "cpu", "metal": "gpu", "cuda": "gpu"},
 }
+PEERS = {"step": ("mlx", "torch"), "model": ("mlx", "torch"), "shapes": ("torch",)}  # of tables
 # How PyTorch may be run, by table. MLX always runs a function that it compiled.
 TORCH_VARIANTS = {
+    "shapes": ("eager",),
     "step": ("eager", "compile", "graph"),
     "model": ("eager", "untuned", "compile", "checkpointing", "liger"),
 }
@@ -102,8 +104,8 @@ class Worker:
             raise
 
     def ask(self) -> dict[str, Any]:
-        """One step: what the worker answers, "seconds", "peak" (bytes), and what its script says
-        of each."""
+        """A step, or as many as the worker was told to repeat: what it answers, "seconds" of one,
+        "peak" (bytes), and what its script says of each."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("\n")
@@ -113,7 +115,7 @@ class Worker:
         return self._answer(self._each, "Is there enough memory for all that is compared?")
 
     def turn(self) -> dict[str, Any]:
-        """A step that nobody times, and the one that counts; then a rest in which the worker's
+        """What nobody times, and as much again that counts; then a rest in which the worker's
         threads fall asleep."""
         answer = warmed(self.ask)
         time.sleep(BLAS_REST)
@@ -180,6 +182,24 @@ def scripts() -> Path:
     )
 
 
+def start(
+    peer: str,
+    python: str,
+    path: Path,
+    given: Sequence[str],
+    backend: Backend,
+    environment: Mapping[str, str] = KEEP_MEMORY,
+    first: Keys = NOTHING,
+    each: Keys = NOTHING,
+) -> Worker:
+    """A worker on the device of `backend`. On the CPU it has as many threads as KRNL; beside a GPU
+    the tool decides. `given`: what else the script is told; `first` and `each`: what it then
+    says."""
+    arguments = [*given, "--device", DEVICES[peer][backend.name]]
+    threads = backend.limits.threads if backend.name == "cpu" else None
+    return Worker(python, path, arguments, environment, threads, first, each)
+
+
 @dataclass(frozen=True)
 class Setting:
     """How a peer is run: the precision of the base, that of the adapters ("16" is the base's, or
@@ -205,23 +225,24 @@ class Setting:
         first: Keys = NOTHING,
         each: Keys = NOTHING,
     ) -> Worker:
-        """A worker on the device of `backend`, with as many threads. `given`: what else the script
-        is told; `first` and `each`: what it then says."""
+        """A worker that is run so; the rest as in the function `start`."""
         arguments = [*given, "--precision", self.precision, "--adapters", self.adapters]
-        arguments += ["--device", DEVICES[self.peer][backend.name]]
         tuned = self.variant != "untuned"
         if self.variant:
             arguments += ["--variant", self.variant if tuned else "eager"]
         environment = KEEP_MEMORY if tuned else {}
-        threads = backend.limits.threads
-        return Worker(python, path, arguments, environment, threads, first, each)
+        return start(self.peer, python, path, arguments, backend, environment, first, each)
 
 
 def settings(
-    peer: str, backend: Backend, activation: DType, variants: Sequence[str]
+    peer: str,
+    backend: Backend,
+    activation: DType,
+    variants: Sequence[str],
+    adapters: str = "both",
 ) -> list[Setting]:
-    """All in which a peer is measured beside KRNL in `activation`. ConfigError for a variant that
-    this device does not have."""
+    """All in which a peer is measured beside KRNL in `activation`. `adapters`: of a 16-bit base;
+    "16", "fp32" or "both". ConfigError for a variant that this device does not have."""
     for variant in variants:
         if variant in NEEDS_CUDA and backend.name != "cuda":
             raise ConfigError(
@@ -230,7 +251,8 @@ def settings(
     if activation is F32 or (peer == "mlx" and backend.name == "cpu"):
         kinds = [("fp32", "fp32")]  # 16-bit products of mlx are slower than float32 on a CPU
     else:
-        kinds = [(precision_name(activation), adapters) for adapters in ("16", "fp32")]
+        wanted = ("16", "fp32") if adapters == "both" else (adapters,)
+        kinds = [(precision_name(activation), each) for each in wanted]
     ways = variants if peer == "torch" else ("",)
     return [Setting(peer, *kind, way) for way in ways for kind in kinds]
 

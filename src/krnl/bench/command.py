@@ -12,13 +12,14 @@ from typing import cast
 from rich.console import Console
 
 from krnl.backends.base import Backend
-from krnl.bench.baselines import TORCH_VARIANTS, scripts
+from krnl.bench.baselines import PEERS, TORCH_VARIANTS, scripts
 from krnl.bench.control import machine, open_gate
 from krnl.bench.gate import Gate, Measurement
 from krnl.bench.results import Entry, Result, Tool, print_result, write_picture, write_result
 from krnl.devices import open_backend
 from krnl.errors import ConfigError
 from krnl.options import BenchOptions
+from krnl.training.config import check_memory_limit
 
 # Each is a module of krnl.bench.tables with `run(bench: Bench) -> Result`.
 TABLES = {
@@ -27,14 +28,21 @@ TABLES = {
     "nt": "ways to read a transposed operand",
     "tiles": "sizes of a threadgroup's tile",
     "splitk": "narrow products of LoRA, with the sum cut up and without",
+    "shapes": "the products of models' layers, beside PyTorch's: cuBLAS on a GPU of NVIDIA",
     "step": "one MLP block forward and backward, beside MLX and PyTorch",
     "hetero": "the CPU and the GPU alone and at once, and how to divide the work",
     "attention": "attention over the number of tokens: scores in memory, and in tiles",
     "layer": "a whole decoder layer forward and backward",
     "model": "training steps of named models: tokens/s and memory",
 }
-WITH_PEERS = tuple(TORCH_VARIANTS)  # tables that take them
-OF_MODEL = ("model", "rows", "length", "chat")  # options that only this table heeds
+# What is trained or how long it is: the tables that heed each option.
+OF_TABLES = {
+    "model": ("model",),
+    "rows": ("model",),
+    "length": ("model", "step"),
+    "chat": ("model",),
+    "memory_limit": ("model",),
+}
 LEAST_LENGTH = 16  # so that a third of a quarter is something to train
 LEAST_ROUNDS = 3  # of fewer, a median is no better than any of them, and quartiles say nothing
 
@@ -49,11 +57,13 @@ class Bench:
     quick: bool  # small sizes, to see that it works
     against: Mapping[str, str]  # peer -> interpreter that has it
     variants: Sequence[str] = ("eager",)  # how PyTorch is run
-    # What the table model trains; None is its own choice.
+    adapters: str = "both"  # of peers, where the base has 16 bits: "16", "fp32" or "both"
+    # What a table trains or how long it is; None is its own choice.
     model: str | None = None
     rows: int | None = None
     length: int | None = None
     chat: bool = False
+    memory_limit: float | None = None  # GiB that KRNL may take; peers do not heed it
 
     def result(
         self,
@@ -73,6 +83,21 @@ class Bench:
             measurement,
             tuple(entries),
             tuple(tools),
+            self.flags,
+        )
+
+    @property
+    def flags(self) -> str:
+        """What decides what is measured, as on the command line."""
+        given = {name: getattr(self, name) for name in OF_TABLES}
+        given["against"] = ",".join(self.against) or None
+        given["variants"] = None if self.variants == ("eager",) else ",".join(self.variants)
+        given["adapters"] = None if self.adapters == "both" else self.adapters
+        named = {name.replace("_", "-"): value for name, value in given.items()}
+        return " ".join(
+            f"--{name}" if value is True else f"--{name} {value}"
+            for name, value in named.items()
+            if value not in (None, False)
         )
 
 
@@ -97,10 +122,12 @@ def run_table(options: BenchOptions, console: Console) -> None:
             options.quick,
             against,
             variants,
+            options.adapters,
             options.model,
             options.rows,
             options.length,
             options.chat,
+            options.memory_limit,
         )
         show(table(options.table)(bench), options, console)
 
@@ -133,13 +160,16 @@ def check(options: BenchOptions) -> None:
 def check_training(options: BenchOptions) -> None:
     """ConfigError for what a model is to be trained on, if it makes no sense or another table is
     to be measured."""
-    given = {name: getattr(options, name) for name in OF_MODEL}
+    given = {name: getattr(options, name) for name in OF_TABLES}
     for name, value in given.items():
-        if value not in (None, False) and options.table != "model":
-            raise ConfigError(f"{name} is given, and only krnl bench model uses it.")
+        if value not in (None, False) and options.table not in OF_TABLES[name]:
+            tables = " and ".join(f"krnl bench {table}" for table in OF_TABLES[name])
+            verb = "uses" if len(OF_TABLES[name]) == 1 else "use"
+            raise ConfigError(f"{name} is given, and only {tables} {verb} it.")
     for name, least in (("rows", 1), ("length", LEAST_LENGTH)):
         if given[name] is not None and given[name] < least:
             raise ConfigError(f"{name} is {given[name]}; it must be at least {least}.")
+    check_memory_limit(options.memory_limit)
 
 
 def table(name: str) -> Callable[[Bench], Result]:
@@ -166,12 +196,13 @@ def peers(options: BenchOptions) -> dict[str, str]:
             raise ConfigError(f"{name}_python is given, but against does not name {name}.")
     found = {}
     for name in named:
-        if options.table not in WITH_PEERS:
+        if options.table not in PEERS:
             raise ConfigError(
-                f"against names '{name}', but only {' and '.join(WITH_PEERS)} have peers."
+                f"against names '{name}', but only the tables {', '.join(PEERS)} have peers."
             )
-        if name not in given:
-            raise ConfigError(f"against names '{name}'; it may name {', '.join(given)}.")
+        if name not in PEERS[options.table]:
+            known = ", ".join(PEERS[options.table])
+            raise ConfigError(f"against names '{name}'; of {options.table} it may name {known}.")
         python = given[name]
         if python is None:
             raise ConfigError(
@@ -188,6 +219,8 @@ def peers(options: BenchOptions) -> dict[str, str]:
         found[name] = program
     if found:
         scripts()
+    elif options.adapters != BenchOptions.adapters:
+        raise ConfigError("adapters are the peers', and against names none.")
     return found
 
 

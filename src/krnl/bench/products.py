@@ -5,13 +5,13 @@ is wrong is an error and gets no figure."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from krnl.backends.base import Backend
+from krnl.backends.base import Backend, Memory, Program
 from krnl.bench.blas import BLAS_REST, blas_name
 from krnl.dtypes import F32, I32, DType
 from krnl.errors import BackendError
@@ -73,11 +73,20 @@ class Product:
         return 2 * self.m * self.n * self.k
 
     def prepare(self, backend: Backend) -> Contestant:
+        step = self.step()
+        return _prepare(step, backend, self.table or backend.kernels, self.inside)
+
+    def step(self) -> Step:
+        """One call, on operands of its own."""
         step = Step(str(self), self.activation, Buffer(LIVE, (1,), I32, Kind.INPUT))
         self._emit(step)
+        return step
+
+    @property
+    def inside(self) -> float:
+        """What a sum may be off by, as a share of the sum of absolute values."""
         rounds_weights = self.activation is not F32 and self.weight is not self.activation
-        inside = self.activation.eps if rounds_weights else 0.0
-        return _prepare(step, backend, self.table or backend.kernels, _bound(self.k, F32) + inside)
+        return _bound(self.k, F32) + (self.activation.eps if rounds_weights else 0.0)
 
     def _emit(self, step: Step) -> None:
         m, n, k = self.m, self.n, self.k
@@ -229,30 +238,48 @@ def _bound(k: int, accumulator: DType) -> float:
     return float(accumulator.eps * (4 * np.sqrt(k) + 4))
 
 
+def drawn(buffer: Buffer, tokens: int) -> np.ndarray:
+    """What is put into an operand of a product: always the same for a name and a shape, and what
+    bench/products.py draws, so that what other tools compute can be compared."""
+    if buffer.name == LIVE:
+        values = np.full((1,), tokens)
+    elif buffer.kind is Kind.GRAD:  # gradients are added to
+        values = np.zeros(buffer.shape, np.float32)
+    else:
+        random = np.random.default_rng([SEED, *buffer.name.encode()])
+        values = random.standard_normal(buffer.shape, np.float32)
+    return values.astype(buffer.dtype.numpy)
+
+
 def _prepare(step: Step, backend: Backend, table: Table, inside: float) -> Contestant:
-    """Compiles the one call of a step and runs it once on random operands. Its error may be half an
-    ulp of the result and the share `inside` of the same product of absolute values."""
+    program, _, _ = checked(step, step.calls * RUNS, backend, table, inside)
+    return _steady(program.time)
+
+
+def checked(
+    step: Step, calls: Sequence[Call], backend: Backend, table: Table, inside: float
+) -> tuple[Program, Memory, np.ndarray]:
+    """Runs the one call of a step once on random operands. Its error may be half an ulp of the
+    result and the share `inside` of the same product of absolute values. Returns a program of
+    `calls`, which are like it, the memory of both, and the result."""
     (call,) = step.calls
     repeated = Step(step.name, step.activation)
-    repeated.calls = [call] * RUNS
+    repeated.calls = list(calls)
     once, often = plan([step, repeated], table, backend.limits.largest_block)
     memory = backend.allocate(once.layout)
-    random = np.random.default_rng(SEED)
-    written: dict[Buffer, np.ndarray] = {}
-    for buffer in dict.fromkeys(call.reads()):
-        values = random.standard_normal(buffer.shape, np.float32)
-        if buffer is step.live:
-            values = np.full((1,), call.dims["n"])
-        elif buffer.kind is Kind.GRAD:  # gradients are added to
-            values = np.zeros(buffer.shape, np.float32)
-        written[buffer] = values.astype(buffer.dtype.numpy)
-        memory.write(buffer, written[buffer])
+    tokens = call.dims["n"]
+    assert isinstance(tokens, int)
+    written = {buffer: drawn(buffer, tokens) for buffer in dict.fromkeys(call.reads())}
+    named = {buffer.name: values for buffer, values in written.items()}
+    for buffer in dict.fromkeys(buffer for each in calls for buffer in each.reads()):
+        memory.write(buffer, named[buffer.name])
     backend.compile(once, memory).run()
     (output,) = call.writes()
     exact = _evaluate(call, written, lambda values: values)
     bound = output.dtype.eps / 2 * np.abs(exact) + inside * _evaluate(call, written, np.abs)
-    _compare(f"{step.name} on {backend.name}", memory.read(output), exact, bound)
-    return _steady(backend.compile(often, memory).time)
+    result = memory.read(output)
+    _compare(f"{step.name} on {backend.name}", result, exact, bound)
+    return backend.compile(often, memory), memory, result
 
 
 def _steady(runs: Callable[[], list[float]]) -> Contestant:

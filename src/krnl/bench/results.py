@@ -70,6 +70,12 @@ class Result:
     measurement: Measurement | None
     entries: tuple[Entry, ...]
     tools: tuple[Tool, ...] = ()
+    flags: str = ""  # what was asked for beside the table, as on the command line
+
+    @property
+    def asked(self) -> str:
+        """The command that measures this."""
+        return " ".join(filter(None, ("krnl bench", self.command, self.flags)))
 
     @property
     def trusted(self) -> bool:
@@ -189,6 +195,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "measurement": asdict(result.measurement) if result.measurement else None,
         "entries": entries,
         "tools": [asdict(tool) for tool in result.tools],
+        "flags": result.flags,
     }
 
 
@@ -204,6 +211,7 @@ def from_json(content: Mapping[str, Any]) -> Result:
         _measurement(content["measurement"]) if content["measurement"] else None,
         tuple(Entry(**{**e, "spread": e["spread"] and tuple(e["spread"])}) for e in entries),
         tuple(Tool(**tool) for tool in content["tools"]),
+        content.get("flags", ""),
     )
 
 

@@ -22,9 +22,10 @@ from krnl.errors import BackendError, KrnlError
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
 from krnl.models.config import ModelConfig, linear_paths
+from krnl.training.budget import memory_budget, plan_within
 from krnl.training.loss_scale import initial_scale
 from krnl.training.schedule import hyper
-from krnl.training.session import Session, plan_training
+from krnl.training.session import Session
 
 ADAPTER = AdapterConfig(rank=16, alpha=32.0)  # on all linear layers but the head
 RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.999), 1e-8, 0.0, 1.0
@@ -97,22 +98,31 @@ def first_modules(config: ModelConfig) -> dict[str, tuple[np.ndarray, np.ndarray
 @dataclass(frozen=True)
 class Update:
     """One update: seconds, mean loss, norm of the gradient before it is clipped, and bytes: on the
-    CPU the most that the process had resident so far, on a GPU what was allocated there."""
+    CPU the most that the process had resident so far, on a GPU what was allocated there.
+    `recomputed`: what its backward pass computed again to spare memory, for people."""
 
     seconds: float
     loss: float
     norm: float
     peak: int
+    recomputed: str = ""
 
 
 def training_step(
-    model: Model, device: str, precision: str, passes: Sequence[Pass]
+    model: Model,
+    device: str,
+    precision: str,
+    passes: Sequence[Pass],
+    memory_limit: float | None = None,
 ) -> Callable[[], Update]:
-    """What does one update over `passes` and returns how it went."""
+    """What does one update over `passes`, within `memory_limit` GiB, and returns how it went.
+    PlanError where there is too little memory."""
     modules = first_modules(model.config)
     backend = open_backend(device)
     activation = activation_type(backend, precision)
-    planned = plan_training(
+    budgeted = plan_within(
+        memory_budget(backend, memory_limit),
+        "auto",
         model.config,
         model.weights(backend.limits.mapped_alignment),
         ADAPTER,
@@ -121,9 +131,12 @@ def training_step(
         activation,
         max(work.capacity for work in passes),
     )
+    budgeted.check(lower="--rows or --length")
+    planned = budgeted.training
     session = Session(planned, model, modules, backend, 0)
     session.loss_scale = initial_scale(activation).value
-    allocated = sum(block.nbytes for block in planned.accumulate.layout.blocks)
+    blocks = planned.accumulate.layout.blocks
+    allocated = sum(block.nbytes for block in blocks if not block.host)
     targets = sum(len(work.target) for work in passes)
     updates = 0
 
@@ -137,20 +150,29 @@ def training_step(
         loss, norm = session.update(hyper(updates, RATE, BETAS, EPS, WEIGHT_DECAY, CLIP, mean))
         seconds = time.perf_counter() - start
         peak = peak_memory() if backend.name == "cpu" else allocated
-        return Update(seconds, loss / targets, norm, peak)
+        return Update(seconds, loss / targets, norm, peak, budgeted.recomputed)
 
     return step
 
 
 class Trainer:
-    """Trains the checkpoint in `folder` on `rows`, an update for every `ask`. `first`: the first
-    update, which touches all memory and is nobody's time."""
+    """Trains the checkpoint in `folder` on `rows` within `memory_limit` GiB, an update for every
+    `ask`. `first`: the first update, which touches all memory and is nobody's time."""
 
-    def __init__(self, folder: Path, device: str, precision: str, rows: Rows):
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        precision: str,
+        rows: Rows,
+        memory_limit: float | None = None,
+    ):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, folder, device, precision, rows), daemon=True
+            target=_serve,
+            args=(theirs, folder, device, precision, rows, memory_limit),
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -187,12 +209,19 @@ class Trainer:
         self.close()
 
 
-def _serve(connection: Connection, folder: Path, device: str, precision: str, rows: Rows) -> None:
+def _serve(
+    connection: Connection,
+    folder: Path,
+    device: str,
+    precision: str,
+    rows: Rows,
+    memory_limit: float | None,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C too, and ends this
     try:
         model = Model.open(str(folder))
         work = rows.packed(model.config.vocab_size)
-        step = training_step(model, device, precision, [work])
+        step = training_step(model, device, precision, [work], memory_limit)
         while connection.recv():
             connection.send(step())
     except KrnlError as error:

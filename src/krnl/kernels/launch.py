@@ -1,14 +1,17 @@
 """How an op becomes launches of GPU kernels. The tables of GPU backends are made of these rows."""
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from krnl.dtypes import DType
+from krnl.errors import PlanError
 from krnl.plan.buffer import Buffer
-from krnl.plan.lower import Row
+from krnl.plan.lower import Dispatch, Row
 from krnl.plan.step import Call
 
 LANES = 32  # threads of a simdgroup, or warp
+MOST_GROUPS = 2**31 - 1  # along the first axis; what is launched keeps well below it on others
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,33 @@ class GpuRow(Row):
 def pieces(size: int, piece: int) -> int:
     """How many pieces of at most `piece` make `size`."""
     return -(-size // piece)
+
+
+def pack(form: str, *values: int | float) -> bytes:
+    """A struct of numbers as kernels take it by value; `form` as of Python's module struct, without
+    the order of bytes. PlanError if a number is too large for its place."""
+    try:
+        return struct.pack(f"<{form}", *values)
+    except struct.error:
+        largest = max(value for value in values if isinstance(value, int))
+        raise PlanError(
+            f"{largest:,} elements are more than a kernel counts (it has 32 bits). Take fewer "
+            "--tokens or a smaller model."
+        ) from None
+
+
+def launches(dispatch: Dispatch) -> list[Launch]:
+    """What a dispatch enqueues: launches without groups, which do nothing, are left out. PlanError
+    if there is more of something than a kernel counts."""
+    assert isinstance(dispatch.row, GpuRow)
+    try:
+        made = dispatch.row.launches(dispatch.call, dispatch.workspace)
+    except PlanError as error:
+        raise PlanError(f"{dispatch.call.label}: {error}") from None
+    for launch in made:
+        if max(launch.groups) > MOST_GROUPS:
+            raise PlanError(
+                f"{dispatch.call.label}: {max(launch.groups):,} groups of threads are more than a "
+                "GPU starts at once. Take fewer --tokens or a smaller model."
+            )
+    return [launch for launch in made if all(launch.groups)]

@@ -6,14 +6,13 @@ All run on vectors of a few adjacent elements, which a thread reads together whe
 kernels do the same element by element where they do not.
 """
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from krnl.dtypes import I32, DType
-from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call, members
 
@@ -114,7 +113,7 @@ def norm(
     """RMS norm of rows as wide as w: tokens, or heads within them. `twin` receives y once more, as
     floats where x is half and the other way round."""
     width, rows = w.size, rstd.size
-    shape = struct.pack("<IIf", rows // x.shape[0], width, eps)
+    shape = pack("IIf", rows // x.shape[0], width, eps)
     constants = {VECTORISED: dialect.vectorised(width, x, w, y, twin), NORM_TWIN: twin is not None}
     given = (x, w, live, y, rstd, twin, shape)
     return _norm_launch(dialect, "rms_norm", given, rows, width, x.dtype, constants)
@@ -144,7 +143,7 @@ def _norm_backward(dialect: Dialect, call: Call, workspace: Buffer | None) -> li
     dy, x, w, rstd, *optional, live, dx = operands(call)
     residual = optional[0] if optional else None  # head_norm_backward has none
     width, rows = w.size, rstd.size
-    shape = struct.pack("<IIf", rows // x.shape[0], width, 0.0)
+    shape = pack("IIf", rows // x.shape[0], width, 0.0)
     constants = {
         VECTORISED: dialect.vectorised(width, dy, x, w, residual, dx),
         NORM_RESIDUAL: residual is not None,
@@ -158,7 +157,7 @@ def _flat(
 ) -> list[Launch]:
     """Every vector of buffers of one size."""
     count = buffers[0].size
-    given: tuple[Any, ...] = (*buffers, struct.pack("<I", count))
+    given: tuple[Any, ...] = (*buffers, pack("I", count))
     constants = {VECTORISED: dialect.vectorised(count, *buffers)}
     items = pieces(count, dialect.vector)
     return _pointwise(dialect, "pointwise", function, given, items, 1, types, constants)
@@ -184,7 +183,7 @@ def _copy_rows(
 ) -> list[Launch]:
     """One row for each index."""
     width = y.size // y.shape[0]
-    given = (x, index, live, y, struct.pack("<I", width))
+    given = (x, index, live, y, pack("I", width))
     constants = {VECTORISED: dialect.vectorised(width, x, y)}
     items = pieces(width, dialect.vector)
     return _pointwise(dialect, "pointwise", function, given, items, index.size, types, constants)
@@ -210,7 +209,7 @@ def _swiglu(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Laun
     buffers = operands(call)
     matrices = [buffer for buffer in buffers if buffer.dtype is not I32]
     rows, width = matrices[0].shape
-    given = (*buffers, struct.pack("<I", width))
+    given = (*buffers, pack("I", width))
     types, constants = (matrices[0].dtype,), {VECTORISED: dialect.vectorised(width, *matrices)}
     items = pieces(width, dialect.vector)
     return _pointwise(dialect, "pointwise", call.op.name, given, items, rows, types, constants)
@@ -219,7 +218,7 @@ def _swiglu(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Laun
 def _rope_table(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Launch]:
     position, inv_freq, *rest = operands(call)
     rows, pairs = position.size, inv_freq.size
-    shape = struct.pack("<If", pairs, call.attributes["scale"])
+    shape = pack("If", pairs, call.attributes["scale"])
     given = (position, inv_freq, *rest, shape)
     return _pointwise(dialect, "pointwise", "rope_table", given, pairs, rows)
 
@@ -228,7 +227,7 @@ def _rope(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Launch
     x, cos, sin, live, y = operands(call)
     rows, heads, size = x.shape
     pairs = size // 2
-    shape = struct.pack("<IIf", heads, pairs, call.attributes["sign"])
+    shape = pack("IIf", heads, pairs, call.attributes["sign"])
     given = (x, cos, sin, live, y, shape)
     types, constants = (x.dtype,), {VECTORISED: dialect.vectorised(pairs, x, cos, sin, y)}
     items = heads * pieces(pairs, dialect.vector)
@@ -241,7 +240,7 @@ def _dropout(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Lau
     rows, width = x.shape
     rate, stream = call.attributes["rate"], int(call.attributes["stream"])
     threshold = min(round(rate * 2.0**32), 2**32 - 1)
-    shape = struct.pack("<IIIf", width, stream, threshold, 1 / (1 - rate))
+    shape = pack("IIIf", width, stream, threshold, 1 / (1 - rate))
     given = (x, document, position, key, residual, live, y, shape)
     constants = {
         VECTORISED: dialect.vectorised(width, x, residual, y),
@@ -267,7 +266,7 @@ def _loss(
 ) -> list[Launch]:
     """Row losses into `losses`, gradients over the logits if there is a scale, then the sum."""
     rows, classes = logits.shape
-    given = (target, scale, live, logits, losses, struct.pack("<I", classes))
+    given = (target, scale, live, logits, losses, pack("I", classes))
     constants = {
         VECTORISED: dialect.vectorised(classes, logits),
         LOSS_GRADIENT: scale is not None,
@@ -299,8 +298,8 @@ def _gradient_norm(dialect: Dialect, call: Call, workspace: Buffer | None) -> li
     grad, loss, hyper, result = operands(call)
     count = grad.size
     blocks = pieces(count, NORM_BLOCK)
-    squares = (grad, hyper, workspace, struct.pack("<II", count, NORM_BLOCK))
-    root = (workspace, loss, result, struct.pack("<I", blocks))
+    squares = (grad, hyper, workspace, pack("II", count, NORM_BLOCK))
+    root = (workspace, loss, result, pack("I", blocks))
     constants = {VECTORISED: dialect.vectorised(count, grad)}
     threads = dialect.threads(blocks, dialect.vector)
     return [
@@ -312,7 +311,7 @@ def _gradient_norm(dialect: Dialect, call: Call, workspace: Buffer | None) -> li
 def _adamw(dialect: Dialect, call: Call, workspace: Buffer | None) -> list[Launch]:
     grad, norm, hyper, param, first, second = operands(call)
     count = grad.size
-    given = (grad, norm, hyper, param, first, second, struct.pack("<I", count))
+    given = (grad, norm, hyper, param, first, second, pack("I", count))
     constants = {VECTORISED: dialect.vectorised(count, grad, param, first, second)}
     items = pieces(count, dialect.vector)
     return _pointwise(dialect, "optimizer", "adamw", given, items, constants=constants)

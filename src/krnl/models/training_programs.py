@@ -1,5 +1,6 @@
 """The three programs of training: accumulate, evaluate, update. They run over one memory."""
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,9 @@ from krnl.ops.pointwise import cast, embedding, gather_rows, rope_table, zero
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.step import Step
 
-Recompute = Literal["none", "mlp", "layer"]
+# What the backward pass computes again: gate and up of this many of the lowest trained layers (all
+# of them, if they are fewer), or everything inside every trained layer.
+Recomputed = int | Literal["layer"]
 
 # Logits exist for one chunk of labelled rows at a time: as many rows as fit these bytes, but enough
 # of them that reading the head's weights is paid for (`head_rows`).
@@ -75,11 +78,14 @@ class TrainingPrograms:
         capacity: int,
         head_rows: int,
         dropout: float = 0.0,
-        recompute: Recompute = "none",
+        recomputed: Recomputed = 0,
     ):
         self.decoder = decoder
         self.capacity = capacity
-        self.recompute = recompute
+        self.recomputed = recomputed
+        # Below the lowest adapter nothing is differentiated, and so nothing is kept.
+        adapted = [i for i, layer in enumerate(decoder.layers) if layer.adapted]
+        self.lowest = min(adapted, default=len(decoder.layers))
         row_bytes = decoder.config.vocab_size * decoder.activation.size
         self.chunk = min(capacity, max(head_rows, LOGITS_BYTES // row_bytes))
         self.inputs = _inputs(capacity, -(-capacity // self.chunk), set(decoder.config.windows))
@@ -95,33 +101,44 @@ class TrainingPrograms:
             "grad_norm", (1,), F32, Kind.STATE
         )  # of the last update, before clipping
 
+    @property
+    def trained(self) -> int:
+        """Layers that are differentiated: the lowest adapted one, and those above it."""
+        return len(self.decoder.layers) - self.lowest
+
+    def recomputing(self, recomputed: Recomputed) -> "TrainingPrograms":
+        """The same programs over the same buffers, of which other activations are kept."""
+        other = copy(self)
+        other.recomputed = recomputed
+        return other
+
     def accumulate(self) -> Step:
         """Forward and backward of one pass: adds to the loss and to the gradients."""
         d = self.decoder
         step = Step("accumulate", d.activation, self.inputs.live)
         x, contexts = self._embed(step, self.noise)
-        # Below the lowest adapter nothing is differentiated, and so nothing is kept.
-        lowest = next((i for i, layer in enumerate(d.layers) if layer.adapted), len(d.layers))
+        lowest, recomputed = self.lowest, self.recomputed
         entered: list[Buffer] = []
         saved: list[LayerSaved] = []
         for i, layer in enumerate(d.layers):
             entered.append(x)
             with step.scope(f"forward/layer{i}"):
-                if i < lowest or self.recompute == "layer":
+                if i < lowest or recomputed == "layer":
                     if i >= lowest:
                         step.save(x)
                     with step.unsaved():
                         x, kept = layer.forward(step, x, contexts[layer.window])
                 else:
-                    x, kept = layer.forward(
-                        step, x, contexts[layer.window], recompute_mlp=self.recompute == "mlp"
-                    )
+                    # The lowest: their backward comes last, when what the layers above them kept is
+                    # no longer needed, so gate and up find room then.
+                    again = i < lowest + recomputed
+                    x, kept = layer.forward(step, x, contexts[layer.window], recompute_mlp=again)
             saved.append(kept)
         dx = self._head(step, x, differentiate=True, wanted=lowest < len(d.layers))
         for i in range(len(d.layers) - 1, lowest - 1, -1):
             layer, kept, at = d.layers[i], saved[i], contexts[d.layers[i].window]
             with step.scope(f"backward/layer{i}"):
-                if self.recompute == "layer":
+                if recomputed == "layer":
                     with step.unsaved():
                         _, kept = layer.forward(step, entered[i], at)
                 assert dx is not None

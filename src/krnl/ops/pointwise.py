@@ -27,13 +27,21 @@ def _taken(d: Dims, rows: str) -> int:
     return int(d.get("taken", min(d["n"], d[rows])))
 
 
-@op("ids[n]:i32 table[v,c] live -> x[n,c]", moved=lambda d: {"table": _taken(d, "v") * d["c"]})
+@op(
+    "ids[n]:i32 table[v,c] live -> x[n,c]",
+    moved=lambda d: {"table": _taken(d, "v") * d["c"]},
+    gathered="table",
+)
 def embedding(ids, table):
     """Rows of the table."""
     return table[ids]
 
 
-@op("x[t,c] index[n]:i32 live -> y[n,c]", moved=lambda d: {"x": _taken(d, "t") * d["c"]})
+@op(
+    "x[t,c] index[n]:i32 live -> y[n,c]",
+    moved=lambda d: {"x": _taken(d, "t") * d["c"]},
+    gathered="x",
+)
 def gather_rows(x, index):
     """Row index[i] of x; zeros where index[i] is -1. With the inverse index it is its own
     backward."""

@@ -10,18 +10,20 @@ import numpy as np
 from krnl.errors import PlanError
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Dispatch, Table, lower
-from krnl.plan.step import Step
+from krnl.plan.step import Step, members
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of memory to reserve, or a file to map. `kind` is the kind of what lies in it."""
+    """A stretch of memory to reserve, or a file to map. `kind` is the kind of what lies in it;
+    `host`: not in the device's own memory but in the host's, where the device reads it."""
 
     kind: Kind
     nbytes: int
     file: Path | None = None
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,15 @@ class Layout:
         return Place(root.block, root.offset + buffer.start * buffer.dtype.size)
 
     def reserved(self, kind: Kind) -> int:
-        """Bytes to reserve for a kind, mapped files left out."""
-        return sum(b.nbytes for b in self.blocks if b.kind is kind and b.file is None)
+        """Bytes to reserve for a kind on the device, mapped files left out."""
+        return sum(
+            b.nbytes for b in self.blocks if b.kind is kind and b.file is None and not b.host
+        )
+
+    @property
+    def hosted(self) -> int:
+        """Bytes of weights that the device reads in the host's memory."""
+        return sum(b.nbytes for b in self.blocks if b.host)
 
     @property
     def mapped(self) -> int:
@@ -78,23 +87,35 @@ class Lifetime:
     last: int
 
 
-def plan(steps: Sequence[Step], table: Table, largest_block: int = 2**62) -> list[Plan]:
+def plan(
+    steps: Sequence[Step], table: Table, largest_block: int = 2**62, host_tables: bool = False
+) -> list[Plan]:
     """Lowers programs and lays them out over one memory, in blocks of at most `largest_block`
-    bytes."""
+    bytes. `host_tables`: weights of which no program reads more than the rows that indices point to
+    are left in the host's memory."""
     lowered = [lower(step.calls, table) for step in steps]
     for step, dispatches in zip(steps, lowered, strict=True):
         check_written(step.name, dispatches)
     layout = Layout()
     roots = list(dict.fromkeys(b.root for dispatches in lowered for b in _buffers(dispatches)))
     _map_files(layout, [b for b in roots if b.file])
+    if host_tables:
+        others = _more_than_gathered(lowered)
+        tables = [b for b in roots if b.kind is Kind.WEIGHT and not b.file and b not in others]
+        _reserve(layout, Kind.WEIGHT, [_resident(tables)], largest_block, host=True)
     for kind in (Kind.WEIGHT, Kind.STATE, Kind.GRAD, Kind.INPUT):
-        resident = [Lifetime(b, 0, 0) for b in roots if b.kind is kind and not b.file]
-        _reserve(layout, kind, [resident], largest_block)
+        rest = [b for b in roots if b.kind is kind and b not in layout.places]
+        _reserve(layout, kind, [_resident(rest)], largest_block)
     _reserve(layout, Kind.TEMP, [lifetimes(dispatches) for dispatches in lowered], largest_block)
     return [
         Plan(step.name, dispatches, layout, sum(b.nbytes for b in step.saved))
         for step, dispatches in zip(steps, lowered, strict=True)
     ]
+
+
+def _resident(buffers: Iterable[Buffer]) -> list[Lifetime]:
+    """Of buffers that share their memory with nothing."""
+    return [Lifetime(buffer, 0, 0) for buffer in buffers]
 
 
 def lifetimes(dispatches: Sequence[Dispatch]) -> list[Lifetime]:
@@ -143,6 +164,18 @@ def _buffers(dispatches: Iterable[Dispatch]) -> Iterable[Buffer]:
             yield dispatch.workspace
 
 
+def _more_than_gathered(programs: Iterable[Iterable[Dispatch]]) -> set[Buffer]:
+    """The roots of which more is touched than rows that indices point to."""
+    return {
+        buffer.root
+        for dispatches in programs
+        for call in (dispatch.call for dispatch in dispatches)
+        for name, argument in call.arguments.items()
+        if name != call.op.gathered
+        for buffer in members(argument)
+    }
+
+
 def _map_files(layout: Layout, weights: Sequence[Buffer]) -> None:
     """One block per checkpoint file, as long as the weights in it reach."""
     ends: dict[Path, int] = {}
@@ -156,7 +189,11 @@ def _map_files(layout: Layout, weights: Sequence[Buffer]) -> None:
 
 
 def _reserve(
-    layout: Layout, kind: Kind, programs: Sequence[Sequence[Lifetime]], largest_block: int
+    layout: Layout,
+    kind: Kind,
+    programs: Sequence[Sequence[Lifetime]],
+    largest_block: int,
+    host: bool = False,
 ) -> None:
     """Blocks for the buffers of one kind; programs reuse one another's memory."""
     addresses: dict[Buffer, int] = {}
@@ -167,7 +204,7 @@ def _reserve(
     total = max(1, *(address + buffer.nbytes for buffer, address in addresses.items()))
     first = len(layout.blocks)
     for start in range(0, total, largest_block):
-        layout.blocks.append(Block(kind, min(largest_block, total - start)))
+        layout.blocks.append(Block(kind, min(largest_block, total - start), host=host))
     for buffer, address in addresses.items():
         # A buffer of no bytes may sit at the very end, where no block begins.
         block = min(address, max(total - 1, 0)) // largest_block

@@ -77,7 +77,8 @@ class Op:
     """A signature, its reference, how many floating-point operations it stands for, and how many
     elements of its parameters it moves: `moved` names those of which that is not each one once,
     twice where it is updated, and counts what is read and written, all members of a group
-    together. Where only the data tell, it is the most that can be."""
+    together. Where only the data tell, it is the most that can be. `gathered` names the input of
+    which nothing is read but the rows that indices point to."""
 
     name: str
     signature: str
@@ -87,6 +88,7 @@ class Op:
     reference: Callable[..., Any]
     flops: Callable[[Dims], int]
     moved: Callable[[Dims], Mapping[str, int]]
+    gathered: str
 
     @property
     def has_live(self) -> bool:
@@ -108,6 +110,7 @@ def op(
     signature: str,
     flops: Callable[[Dims], int] = lambda d: 0,
     moved: Callable[[Dims], Mapping[str, int]] = lambda d: {},
+    gathered: str = "",
 ) -> Callable[[Callable[..., Any]], Op]:
     """Decorator: makes an `Op` of a reference function. Keyword-only arguments become
     attributes."""
@@ -124,6 +127,7 @@ def op(
             reference=reference,
             flops=flops,
             moved=moved,
+            gathered=gathered,
         )
 
     return make

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from krnl.errors import ConfigError
 
+Recompute = Literal["auto", "none", "mlp", "layer"]
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -89,10 +91,13 @@ class TrainConfig:
     """Continue the run in `out` from its last checkpoint."""
     overwrite: bool = False
     """Replace an earlier run in `out`."""
-    recompute: Literal["none", "mlp", "layer"] = "none"
-    """Activations to compute again instead of keeping: less memory, same numbers."""
+    recompute: Recompute = "auto"
+    """Activations to compute again instead of keeping: less memory, same numbers. mlp: gate and up
+    of every layer; layer: everything inside layers. auto: gate and up of as few layers as the
+    memory asks for, everything only if that is not enough."""
     memory_limit: float | None = None
-    """Refuse to start if the plan needs more than this many GiB."""
+    """GiB that the run may take; by default all that the device has. It does not start if it needs
+    more."""
     show: int | None = None
     """Print this many rows with the trained tokens in colour, and stop."""
 
@@ -130,7 +135,7 @@ class TrainConfig:
         self._require("eps", lambda v: 0 < v < math.inf, "above 0")
         self._require("clip", lambda v: 0 <= v < math.inf, "at least 0")
         self._require("seed", lambda v: 0 <= v < 2**31, "at least 0 and below 2³¹")
-        self._require("memory_limit", lambda v: v is None or 0 < v < math.inf, "above 0")
+        check_memory_limit(self.memory_limit)
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other.")
 
@@ -138,6 +143,12 @@ class TrainConfig:
         value = getattr(self, name)
         if not fits(value):
             raise ConfigError(f"{name} is {value}; it must be {rule}.")
+
+
+def check_memory_limit(gib: float | None) -> None:
+    """ConfigError for a limit that is no number of GiB."""
+    if gib is not None and not 0 < gib < math.inf:
+        raise ConfigError(f"memory_limit is {gib}; it must be above 0.")
 
 
 def from_yaml(path: Path) -> TrainConfig:

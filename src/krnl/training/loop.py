@@ -21,12 +21,13 @@ from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
 from krnl.formats.peft import AdapterConfig, Modules, write_adapter
 from krnl.model import Model, initial_modules
 from krnl.training import folder
+from krnl.training.budget import memory_budget, plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loss_scale import LossScale, initial_scale
-from krnl.training.memory import check_fits, gib, memory_use
+from krnl.training.memory import gib
 from krnl.training.metrics import METRICS, PICTURE, Display, Metrics, draw
 from krnl.training.schedule import hyper, learning_rate
-from krnl.training.session import Session, plan_training
+from krnl.training.session import Session
 from krnl.training.signals import stop_signals
 
 
@@ -168,7 +169,9 @@ class Run:
         self.adapter, modules = starting_adapter(config, model)
         self.backend = open_backend(config.device)
         self.activation = activation_type(self.backend, config.precision)
-        planned = plan_training(
+        self.plan = plan_within(
+            memory_budget(self.backend, config.memory_limit),
+            config.recompute,
             model.config,
             model.weights(self.backend.limits.mapped_alignment),
             self.adapter,
@@ -176,20 +179,14 @@ class Run:
             self.backend,
             self.activation,
             config.tokens,
-            config.recompute,
         )
-        self.use = memory_use(planned, self.backend)
-        check_fits(
-            self.use, self.backend.limits.memory, f"{self.backend.name} may use on this machine"
-        )
-        if config.memory_limit is not None:
-            check_fits(self.use, int(config.memory_limit * 2**30), "memory_limit")
+        self.plan.check()
         self.identity = folder.identity(
             config, model, data.train, data.valid, self.backend.name, str(self.activation)
         )
         saved = folder.claim(self.out, config, self.identity)
         self._describe(model, modules)
-        self.session = Session(planned, model, modules, self.backend, config.seed)
+        self.session = Session(self.plan.training, model, modules, self.backend, config.seed)
         self.progress = Progress()
         self.scale = initial_scale(self.activation)
         if saved is not None:
@@ -359,8 +356,9 @@ class Run:
         self.console.print(
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
             f"{len(modules)} layers, {trained:,} trained parameters, at most "
-            f"{gib(self.use.total)} of memory\n"
-            f"{len(self.order):,} updates of up to {self.config.batch_size} rows\n"
+            f"{gib(self.plan.use.total)} of memory\n"
+            + (f"{again}\n" if (again := self.plan.recomputed) else "")
+            + f"{len(self.order):,} updates of up to {self.config.batch_size} rows\n"
             + self.data.train.report.describe(
                 live_share(work for passes in epoch for work in passes)
             ),

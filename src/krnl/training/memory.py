@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 
 from krnl.backends.base import Backend, Paper
-from krnl.errors import PlanError
 from krnl.plan.buffer import Kind
 from krnl.training.session import TrainingPlan
 
@@ -24,6 +23,7 @@ class MemoryUse:
     # What the host holds, which counts where it has the device's memory in common:
     saving: int  # copies of parameters and moments while a checkpoint is written
     process: int  # Python, its libraries and the data, as resident now
+    hosted: int  # weights that a device with memory of its own reads in the host's; in no sum
 
     @property
     def total(self) -> int:
@@ -31,7 +31,7 @@ class MemoryUse:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Name, for people, and bytes of each part."""
+        """Name, for people, and bytes of each part of the peak."""
         return {
             "weights, mapped from their files": self.mapped,
             "weights, held in memory": self.held,
@@ -64,22 +64,11 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
         engine=backend.limits.scratch,
         saving=0 if apart else copies,
         process=0 if apart else _resident(),
+        hosted=layout.hosted,
     )
 
 
-def check_fits(use: MemoryUse, limit: int, what: str) -> None:
-    """PlanError, saying by how much and what to lower, if the run needs more than `limit` bytes."""
-    if use.total <= limit:
-        return
-    over = use.total - limit
-    raise PlanError(
-        f"This run needs {gib(use.total)}, which is {gib(over)} more than {what} ({gib(limit)}). "
-        f"{gib(use.saved + use.temporaries)} of it are activations: lower --tokens, or set "
-        "--recompute mlp or layer."
-    )
-
-
-def gib(nbytes: int) -> str:
+def gib(nbytes: float) -> str:
     """Bytes for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"
 

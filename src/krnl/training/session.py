@@ -13,7 +13,7 @@ from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.config import ModelConfig
 from krnl.models.decoder import Decoder
-from krnl.models.training_programs import Recompute, TrainingPrograms
+from krnl.models.training_programs import Recomputed, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
 from krnl.plan.buffer import Buffer
@@ -38,7 +38,7 @@ def plan_training(
     backend: Backend | Paper,
     activation: DType,
     tokens: int,
-    recompute: Recompute = "none",
+    recomputed: Recomputed = 0,
 ) -> TrainingPlan:
     """Emits, lowers and lays out the programs for passes of up to `tokens` tokens, adapters on
     `paths`."""
@@ -49,15 +49,21 @@ def plan_training(
         )
     decoder = Decoder(config, weights, adapter_shapes(adapter, paths), activation)
     programs = TrainingPrograms(
-        decoder, tokens, backend.limits.head_rows, adapter.dropout, recompute
+        decoder, tokens, backend.limits.head_rows, adapter.dropout, recomputed
     )
+    return plan_programs(programs, backend)
+
+
+def plan_programs(programs: TrainingPrograms, backend: Backend | Paper) -> TrainingPlan:
+    """Emits, lowers and lays out the programs."""
     accumulate, evaluate, update = plan(
         [programs.accumulate(), programs.evaluate(), programs.update()],
         backend.kernels,
         backend.limits.largest_block,
+        backend.limits.own_memory,
     )
-    check_gradients(accumulate, decoder.trainable.grad)
-    return TrainingPlan(decoder, programs, accumulate, evaluate, update)
+    check_gradients(accumulate, programs.decoder.trainable.grad)
+    return TrainingPlan(programs.decoder, programs, accumulate, evaluate, update)
 
 
 class Session:

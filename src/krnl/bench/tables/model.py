@@ -1,4 +1,5 @@
-"""Whole training updates of models that people train: tokens a second, and memory."""
+"""Whole training updates of a model that people train: tokens a second, and memory. One model at a
+time: all who are compared hold their memory until the end."""
 
 import math
 import tempfile
@@ -28,8 +29,9 @@ from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError, ConfigError
 from krnl.formats.files import read_json
 from krnl.models.config import parse
+from krnl.training.memory import gib
 
-MODELS, ROWS, LENGTH = ("smollm2-135m", "qwen2.5-0.5b"), 4, 256
+MODEL, ROWS, LENGTH = "smollm2-135m", 4, 256
 MOST_TOKENS = 2**24  # that a pass may have
 QUICK_SIZES, QUICK_ROWS, QUICK_LENGTH = {"num_hidden_layers": 2, "vocab_size": 512}, 2, 32
 SCRIPTS = {"torch": "peft_model.py", "mlx": "mlx_model.py"}
@@ -60,52 +62,55 @@ def run(bench: Bench) -> Result:
     activation = bench.backend.limits.activations[0]
     # 16 bits of PyTorch and MLX are bf16: without a loss scale, gradients in fp16 vanish.
     theirs = BF16 if activation is F16 else activation
-    wanted = {p: settings(p, bench.backend, theirs, bench.variants) for p in bench.against}
-    contestants: dict[str, Turns] = {}
-    krnls: dict[str, str] = {}
+    wanted = {
+        p: settings(p, bench.backend, theirs, bench.variants, bench.adapters) for p in bench.against
+    }
+    precision = precision_name(activation)
+    ours = f"krnl {precision}"
     peers: list[tuple[str, Worker]] = []
     with ExitStack() as stack:
-        for model, folder in stack.enter_context(checkpoints(bench, rows)).items():
-            ours = f"{model}, krnl {precision_name(activation)}"
-            trainer = Trainer(folder, bench.backend.name, precision_name(activation), rows)
-            stack.enter_context(trainer)
-            updates = trainer.first, trainer.ask()
-            check_finite(ours, updates)
-            contestants[ours], krnls[ours] = Turns(_krnl_turn(trainer)), ours
-            for peer, python in bench.against.items():
-                for setting in wanted[peer]:
-                    name = f"{model}, {setting.title(NAMES[peer])}"
-                    path = script(SCRIPTS[peer])
-                    given = arguments(folder, rows)
-                    worker = setting.start(python, path, given, bench.backend, SAID, SAID)
-                    stack.enter_context(worker)
-                    check_updates(name, setting, worker, updates, activation)
-                    contestants[name], krnls[name] = Turns(_peer_turn(worker)), ours
-                    peers.append((NAMES[peer], worker))
+        model, folder = stack.enter_context(checkpoint(bench, rows))
+        trainer = Trainer(folder, bench.backend.name, precision, rows, bench.memory_limit)
+        stack.enter_context(trainer)
+        updates = trainer.first, trainer.ask()
+        check_finite(ours, updates)
+        contestants = {ours: Turns(_krnl_turn(trainer))}
+        for peer, python in bench.against.items():
+            for setting in wanted[peer]:
+                name = setting.title(NAMES[peer])
+                path, given = script(SCRIPTS[peer]), arguments(folder, rows)
+                worker = setting.start(python, path, given, bench.backend, SAID, SAID)
+                stack.enter_context(worker)
+                check_updates(name, setting, worker, updates, activation)
+                contestants[name] = Turns(_peer_turn(worker))
+                peers.append((NAMES[peer], worker))
         turns = {name: contestant.run for name, contestant in contestants.items()}
         measured = bench.gate.measure(turns, bench.rounds)
     tokens = rows.tokens
     where: Literal["host", "device"] = "host" if bench.backend.name == "cpu" else "device"
     entries = []
+    kept = within(bench.memory_limit, trainer.first.recomputed)
     for name, contestant in contestants.items():
-        ours = krnls[name]
         speed = timed(
             measured,
             name,
             "tokens/s",
             lambda s: tokens / s,
-            note="" if name == ours else f"times as fast as {ours}",
+            note=kept if name == ours else f"times as fast as {ours}",
             ratio=None if name == ours else measured.median(ours) / measured.median(name),
         )
         entries += [speed, memory(name, where, contestant.peak)]
     shrunk = ", shrunk" if bench.quick and (bench.model is None or bench.model in SHAPES) else ""
-    title = f"Training updates of {rows}, rank 16 on all linear layers{shrunk}"
+    limit = bench.memory_limit
+    within_limit = "" if limit is None else f", krnl within {gib(limit * 2**30)}"
+    title = f"Training updates of {model}: {rows}, rank 16 on all linear layers"
+    title += within_limit + shrunk
     return bench.result("model", title, measured, entries, tools(peers))
 
 
 @contextmanager
-def checkpoints(bench: Bench, rows: Rows) -> Iterator[dict[str, Path]]:
-    """The folders of what is trained, by name. Those with random weights are written here, and gone
+def checkpoint(bench: Bench, rows: Rows) -> Iterator[tuple[str, Path]]:
+    """The name and the folder of what is trained. One with random weights is written here, and gone
     when the block ends. ConfigError for a model that is neither a shape nor a folder, and for rows
     that are too many or too long."""
     if bench.model is not None and bench.model not in SHAPES:
@@ -117,12 +122,10 @@ def checkpoints(bench: Bench, rows: Rows) -> Iterator[dict[str, Path]]:
             )
         name = folder.resolve().name
         check_rows(rows, name, read_json(folder / "config.json"))
-        yield {name: folder}
+        yield name, folder
         return
-    names = MODELS if bench.model is None else (bench.model,)
-    names = names[:1] if bench.quick else names
-    for name in names:
-        check_rows(rows, name, SHAPES[name])
+    name = bench.model or MODEL
+    check_rows(rows, name, SHAPES[name])
     try:
         temporary = tempfile.TemporaryDirectory(prefix="krnl-bench-")
     except OSError as error:
@@ -131,11 +134,9 @@ def checkpoints(bench: Bench, rows: Rows) -> Iterator[dict[str, Path]]:
             "that can be written."
         ) from error
     with temporary as made:
-        found = {}
-        for name in names:
-            found[name] = Path(made) / name
-            write(SHAPES[name] | (QUICK_SIZES if bench.quick else {}), name, found[name])
-        yield found
+        folder = Path(made) / name
+        write(SHAPES[name] | (QUICK_SIZES if bench.quick else {}), name, folder)
+        yield name, folder
 
 
 def check_rows(rows: Rows, name: str, config: dict[str, Any]) -> None:
@@ -156,6 +157,11 @@ def arguments(folder: Path, rows: Rows) -> list[str]:
     """For bench/peft_model.py and bench/mlx_model.py."""
     given = ["--model", str(folder), "--rows", str(rows.count), "--length", str(rows.length)]
     return given + ["--chat"] * rows.chat
+
+
+def within(memory_limit: float | None, recomputed: str) -> str:
+    """What KRNL had to keep within, in GiB, and did to that end."""
+    return recomputed or ("" if memory_limit is None else f"within {gib(memory_limit * 2**30)}")
 
 
 def check_finite(name: str, updates: tuple[Update, ...]) -> None:

@@ -4,6 +4,7 @@ input, beside MLX and PyTorch."""
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 from krnl.bench.baselines import (
     AGREEMENT,
@@ -17,15 +18,23 @@ from krnl.bench.command import Bench
 from krnl.bench.results import Result, comparable, timed
 from krnl.bench.workloads import BlockShape, mlp_block
 from krnl.devices import precision_name
+from krnl.errors import ConfigError
 
 FULL = BlockShape()
 QUICK = BlockShape(tokens=64, width=512, ffn=1408, rank=8)
+MOST_LENGTH = 2**16  # tokens: the check takes 20 GiB of the host's memory for these
 # ms of FULL, fp16: KRNL's and MLX's of the report.
 REPORTED = {"krnl": 24.89, "mlx": 18.51}
 
 
 def run(bench: Bench) -> Result:
     shape = QUICK if bench.quick else FULL
+    if bench.length is not None:
+        if bench.length > MOST_LENGTH:
+            raise ConfigError(
+                f"length is {bench.length:,}, and a block has at most {MOST_LENGTH:,} tokens here."
+            )
+        shape = replace(shape, tokens=bench.length)
     activation = bench.backend.limits.activations[0]
     precision = precision_name(activation)
     ours = f"krnl {precision}"
@@ -37,9 +46,10 @@ def run(bench: Bench) -> Result:
     with ExitStack() as stack:
         for peer, python in bench.against.items():
             path = script(f"{peer}_block.py")
-            for setting in settings(peer, bench.backend, activation, bench.variants):
+            wanted = settings(peer, bench.backend, activation, bench.variants, bench.adapters)
+            for setting in wanted:
                 name = setting.title(peer)
-                given = arguments(shape)
+                given = [*arguments(shape), "--repeats", str(block.repeats)]
                 worker = setting.start(python, path, given, bench.backend, first={"norms": dict})
                 stack.enter_context(worker)
                 check_norms(name, worker.hello["norms"], block.norms())

@@ -1,13 +1,12 @@
 """Launches of attention: tensor cores multiply heads of 16-bit elements in tiles, and other kernels
 take one row at a time. Neither keeps scores in memory."""
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.kernels.cuda import attention_wgmma
-from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
@@ -79,7 +78,7 @@ class _Kernels:
         groups = blocks * _size(call, heads)
         if groups * d == 0:
             return []
-        shape = struct.pack("<4if", h, g, d, blocks, call.attributes["scale"])
+        shape = pack("4if", h, g, d, blocks, call.attributes["scale"])
         return [
             Launch(
                 self.library,

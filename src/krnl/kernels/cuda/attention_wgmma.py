@@ -1,11 +1,10 @@
 """Launches of attention on Hopper: the copy engine fetches tiles, whole warpgroups multiply them
 (attention_wgmma.cu)."""
 
-import struct
 from dataclasses import dataclass
 
 from krnl.dtypes import F32
-from krnl.kernels.launch import Argument, Launch, TensorMap, pieces
+from krnl.kernels.launch import Argument, Launch, TensorMap, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
@@ -106,7 +105,7 @@ class _Kernels:
             Launch(
                 "attention_wgmma",
                 function,
-                (*arguments, struct.pack("<4if", h, g, d, blocks, self.call.attributes["scale"])),
+                (*arguments, pack("4if", h, g, d, blocks, self.call.attributes["scale"])),
                 (groups, 1, 1),
                 threads,
                 (self.q.dtype,),

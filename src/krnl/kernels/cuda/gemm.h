@@ -2,13 +2,10 @@
 // products and an adapter's. gemm_chunks.py says how they are launched.
 #pragma once
 #include "common.h"
-
-// How operands lie. nn: a [m, k], b [k, n]; nt: b [n, k]; tn: a [k, m].
-enum Layout { kNN, kNT, kTN };
+#include "layout.h"
 
 constexpr int kStep = 32;      // values of K that are staged together
 constexpr int kPairs = 4;      // the last is the adapter's
-constexpr int kTileGroup = 8;  // tiles along M that are worked through together: they share what was read of b
 
 // Strides are the elements from a row in memory to the next. Pairs that a product does not have are of depth 0.
 struct Pair {

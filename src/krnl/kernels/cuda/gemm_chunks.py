@@ -2,11 +2,11 @@
 the result; where tiles are few the K loop is cut into chunks, and one more launch adds up their
 sums."""
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from krnl.kernels.launch import Launch, pieces
+from krnl.kernels.cuda.target import Target
+from krnl.kernels.launch import Launch, pack, pieces
 from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
@@ -14,9 +14,7 @@ from krnl.plan.step import Call
 LAYOUTS = ("nn", "nt", "tn")  # enum Layout
 STEP = 32  # values of K that are staged together
 REDUCE_THREADS = 256
-# Fewer tiles leave a large GPU, of some hundred multiprocessors, partly without work; two blocks
-# run on each at the least.
-FEW_TILES, ENOUGH_BLOCKS = 128, 256
+BLOCKS = 2  # that run on a multiprocessor, at the least
 
 
 @dataclass(frozen=True)
@@ -37,30 +35,32 @@ class Tile:
         return pieces(8 * self.rows * self.columns, 2 * STEP * (self.rows + self.columns))
 
 
-def chunks(product: Product, tile: Tile) -> int:
-    """Into how many parts the K loop is cut."""
+def chunks(product: Product, tile: Tile, target: Target) -> int:
+    """Into how many parts the K loop is cut: tiles may be too few to give each multiprocessor
+    one."""
     tiles = tile.count(product.rows, product.columns)
-    if not 0 < tiles < FEW_TILES:
+    if not 0 < tiles < target.multiprocessors:
         return 1
     steps = sum(pieces(pair.depth, STEP) for pair in product.all_pairs)
-    return max(1, min(ENOUGH_BLOCKS // tiles, steps // tile.least_steps))
+    return max(1, min(BLOCKS * target.multiprocessors // tiles, steps // tile.least_steps))
 
 
-def workspace(product: Product, tile: Tile) -> int:
+def workspace(product: Product, tile: Tile, target: Target) -> int:
     """Bytes of the chunks' sums."""
-    count = chunks(product, tile)
+    count = chunks(product, tile, target)
     return 4 * count * product.rows * product.columns if count > 1 else 0
 
 
 def launches(
     product: Product,
     tile: Tile,
+    target: Target,
     workspace: Buffer | None,
     multiply: Callable[[Epilogue, tuple[int, int, int]], Launch],
 ) -> list[Launch]:
     """What `multiply` launches for an epilogue on a grid, and the sum of the chunks where there are
     several. Nothing for a result without elements."""
-    count = chunks(product, tile)
+    count = chunks(product, tile, target)
     grid = (tile.count(product.rows, product.columns), 1, count)
     if grid[0] == 0:
         return []
@@ -84,7 +84,7 @@ def swiglu_arguments(call: Call) -> tuple[Buffer | bytes | None, ...]:
     """Of a kernel that makes gate, up and act."""
     x, w_gate, w_up, u, b_gate, b_up, live = inputs(call)
     ranks = [b.shape[1] if b else 0 for b in (b_gate, b_up)]
-    shape = struct.pack("<5i", x.shape[0], w_gate.shape[0], x.shape[1], *ranks)
+    shape = pack("5i", x.shape[0], w_gate.shape[0], x.shape[1], *ranks)
     return (x, w_gate, w_up, u, b_gate, b_up, *call.writes(), live, shape)
 
 
@@ -111,4 +111,4 @@ def _shape(product: Product, epilogue: Epilogue, count: int) -> bytes:
     numbers = [product.rows, product.columns, epilogue.stride, count, int(epilogue.accumulates)]
     for pair in [*product.pairs, *[None] * (PAIRS - len(product.pairs)), product.adapter]:
         numbers += [pair.depth, pair.a_stride, pair.b_stride] if pair else [0, 0, 0]
-    return struct.pack(f"<{len(numbers)}i", *numbers)
+    return pack(f"{len(numbers)}i", *numbers)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from krnl.dtypes import BF16, F16
 from krnl.kernels.cuda import gemm_chunks
-from krnl.kernels.cuda.gemm_chunks import ENOUGH_BLOCKS, LAYOUTS, STEP, Tile
+from krnl.kernels.cuda.gemm_chunks import LAYOUTS, STEP, Tile
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import Launch
 from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
@@ -55,14 +56,14 @@ def fits(product: Product) -> bool:
     )
 
 
-def workspace(product: Product) -> int:
+def workspace(product: Product, target: Target) -> int:
     """Bytes of the chunks' sums."""
-    return gemm_chunks.workspace(product, _warps(product).tile)
+    return gemm_chunks.workspace(product, _warps(product, target).tile, target)
 
 
-def launches(product: Product, workspace: Buffer | None) -> list[Launch]:
+def launches(product: Product, target: Target, workspace: Buffer | None) -> list[Launch]:
     """The product's launch, and the sum of its chunks where there are several."""
-    warps = _warps(product)
+    warps = _warps(product, target)
 
     def multiply(epilogue: Epilogue, grid: tuple[int, int, int]) -> Launch:
         dtype, layout = product.pairs[0].a.dtype, LAYOUTS.index(product.layout)
@@ -79,15 +80,16 @@ def launches(product: Product, workspace: Buffer | None) -> list[Launch]:
             shared=warps.shared,
         )
 
-    return gemm_chunks.launches(product, warps.tile, workspace, multiply)
+    return gemm_chunks.launches(product, warps.tile, target, workspace, multiply)
 
 
-def _warps(product: Product) -> Warps:
-    """Large tiles do the most arithmetic for what they fetch, if they are full and many enough."""
+def _warps(product: Product, target: Target) -> Warps:
+    """Large tiles do the most arithmetic for what they fetch, if they are full and there is one for
+    each multiprocessor."""
     narrow = min(product.rows, product.columns) <= SMALL.tile.rows
     tiles = LARGE.tile.count(product.rows, product.columns)
-    blocks = tiles * gemm_chunks.chunks(product, LARGE.tile)
-    return SMALL if narrow or blocks < ENOUGH_BLOCKS // 2 else LARGE
+    blocks = tiles * gemm_chunks.chunks(product, LARGE.tile, target)
+    return SMALL if narrow or blocks < target.multiprocessors else LARGE
 
 
 def _paired(*places: int | Buffer | None) -> bool:
@@ -109,12 +111,13 @@ def swiglu_fits(call: Call) -> bool:
     )
 
 
-def swiglu_launches(call: Call) -> list[Launch]:
+def swiglu_launches(call: Call, target: Target) -> list[Launch]:
     """Of lora_swiglu: gate, up and act. Its K loop is never cut."""
     x, w_gate, _, _, _, _, _ = inputs(call)
     rows, columns = x.shape[0], w_gate.shape[0]
     # Half of a tile's columns are gate's, half up's.
-    warps = LARGE if LARGE.tile.count(rows, 2 * columns) >= ENOUGH_BLOCKS // 2 else SMALL
+    many = LARGE.tile.count(rows, 2 * columns) >= target.multiprocessors
+    warps = LARGE if many else SMALL
     tiles = Tile(warps.tile.rows, warps.tile.columns // 2).count(rows, columns)
     if tiles == 0:
         return []

@@ -2,6 +2,7 @@
 
 from krnl.kernels.cuda import gemm_chunks
 from krnl.kernels.cuda.gemm_chunks import LAYOUTS, Tile
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import Launch
 from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
@@ -17,12 +18,12 @@ def fits(product: Product) -> bool:
     return len(product.pairs) <= PAIRS
 
 
-def workspace(product: Product) -> int:
+def workspace(product: Product, target: Target) -> int:
     """Bytes of the chunks' sums."""
-    return gemm_chunks.workspace(product, TILE)
+    return gemm_chunks.workspace(product, TILE, target)
 
 
-def launches(product: Product, workspace: Buffer | None) -> list[Launch]:
+def launches(product: Product, target: Target, workspace: Buffer | None) -> list[Launch]:
     """The product's launch, and the sum of its chunks where there are several."""
 
     def multiply(epilogue: Epilogue, grid: tuple[int, int, int]) -> Launch:
@@ -37,7 +38,7 @@ def launches(product: Product, workspace: Buffer | None) -> list[Launch]:
             {0: LAYOUTS.index(product.layout), 1: bool(epilogue.swiglu)},
         )
 
-    return gemm_chunks.launches(product, TILE, workspace, multiply)
+    return gemm_chunks.launches(product, TILE, target, workspace, multiply)
 
 
 def swiglu_launches(call: Call) -> list[Launch]:

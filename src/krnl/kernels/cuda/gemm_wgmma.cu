@@ -2,18 +2,16 @@
 // them.
 //
 // A block has one warpgroup that fetches tiles of both operands into a ring in shared memory, and one or two that
-// multiply. Two either share a tile, 64 rows each, or take tiles in turns: one multiplies while the other writes, which
-// pays where much is written. Blocks go from tile to tile of the result, so that the next tile's operands arrive while
-// the last is written. Where there are too few tiles, the blocks of a cluster share one: each sums a part of K, then
-// part of the columns of all, in fixed order.
+// multiply, 64 rows each. Blocks go from tile to tile of the result, so that the next tile's operands arrive while the
+// last is written. Where much is written, the warps that have nothing to fetch do it: they are handed the sums in
+// shared memory, and the next tile is multiplied meanwhile. Where tiles are too few, the blocks of a cluster share
+// one: each sums a part of K, then part of the columns of all, in fixed order.
+#include "layout.h"
 #include "staging.h"
-
-// How operands lie. nn: a [m, k], b [k, n]; nt: b [n, k]; tn: a [k, m].
-enum Layout { kNN, kNT, kTN };
+#include "swiglu.h"
 
 enum Epilogue {
-  kStore,           // y = scale ∘ sum + bias
-  kAdd,             // y = scale ∘ sum + bias + residual
+  kStore,           // y = scale ∘ sum + bias, or sum + bias + residual
   kStoreFloats,     // y = scale ∘ sum + bias, y in float
   kAccumulate,      // y += sum, y in float
   kAccumulateAcross,  // yᵀ += sum, y in float
@@ -24,7 +22,7 @@ enum Epilogue {
 constexpr int kPairs = 3, kMembers = 3;
 // Of a thread, where two warpgroups multiply: what all three have together is 504.
 constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
-constexpr int kTileGroup = 8;  // tiles along M that are worked through together: they share what was read of b
+constexpr int kFetchAndWriteRegisters = 136, kMultiplyOnlyRegisters = 184;
 
 // Results of as many rows that are computed side by side: their columns, the first of their tiles along N, the rank of
 // their adapter, and elements from a row to the next of y, residual, gate, up, dgate, dup and act.
@@ -85,49 +83,42 @@ __device__ inline Tile locate(const Shape &shape, int index, int rows_of_tiles) 
   return {(first + within % height) * kTileM, member, (n - shape.member[member].first_tile) * kTileN};
 }
 
-// To some ulps of float, which results of 16 bits do not show.
-__device__ inline float quick_sigmoid(float x) { return reciprocal(1.0f + power_of_two(x * -kLog2E)); }
-
-// dact = dy W, and what it makes of gate and up: with silu = gate s and s = σ(gate), the derivative of silu is
-// s + silu - silu s.
-struct SwigluGradient {
-  float dgate, dup, act;
-  __device__ SwigluGradient(float dact, float gate, float up) {
-    const float s = quick_sigmoid(gate), silu = gate * s;
-    dgate = dact * up * fmaf(-silu, s, s + silu);
-    dup = dact * silu;
-    act = silu * up;
-  }
-};
-
 // A step along K: which product of the sum, and the first of its 64 values.
 struct Step {
   int pair, k;
 };
 
-template <typename T, Layout kLayout, Epilogue kEpilogue, int kTileM, int kTileN, int kStages, int kSplit, bool kInTurns>
+template <typename T, Layout kLayout, Epilogue kEpilogue, int kTileM, int kTileN, int kStages, int kSplit,
+          bool kHandsOver>
 struct Kernel {
   using Operands = Ring<kLayout, kTileM, kTileN, kStages, T>;
-  static constexpr int kConsumers = kInTurns ? 2 : kTileM / 64;
-  // Of a tile: the warpgroups that multiply it, and how many times 64 rows each of them has.
-  static constexpr int kSharers = kInTurns ? 1 : kConsumers, kParts = kTileM / 64 / kSharers;
+  static constexpr int kConsumers = kTileM / 64;
   static constexpr bool kAlongM = Operands::kAlongM, kAlongN = Operands::kAlongN;
   // With SwiGLU a tile holds as many columns of gate as of up.
   static constexpr int kColumns = kEpilogue == kSwiglu ? kTileN / 2 : kTileN;
-  static constexpr int kSums = kTileN / 2;  // a thread's, of 64 rows
-  static constexpr bool kFloats = kEpilogue == kStoreFloats || kEpilogue == kAccumulate || kEpilogue == kAccumulateAcross;
-  // What the epilogue reads comes while products run, for the whole tile; what it writes goes in smaller pieces.
-  static constexpr int kRead = kEpilogue == kAdd ? 1 : kEpilogue == kSwigluBackward ? 2 : 0;
+  static constexpr int kSums = kTileN / 2;  // a thread's
+  static constexpr bool kFloats = kEpilogue == kStoreFloats || kEpilogue == kAccumulate ||
+                                  kEpilogue == kAccumulateAcross;
+  // gate and up come while products run, for the whole tile; what is only written goes in smaller pieces.
+  static constexpr bool kReads = kEpilogue == kSwigluBackward;
   static constexpr int kShare = kSums / kSplit, kShareColumns = kColumns / kSplit;
-  static constexpr int kPiece = kRead ? kShareColumns : kShareColumns % 64 == 0 ? 64 : kShareColumns % 32 == 0 ? 32 : 16;
+  static constexpr int kSmallPiece = kShareColumns % 64 == 0 ? 64 : kShareColumns % 32 == 0 ? 32 : 16;
+  static constexpr int kPiece = kReads ? kShareColumns : kSmallPiece;
   using Stage = Staging<T, kPiece>;
+  // Sums of a warp that are handed over, 16 rows. The fetching warpgroup's other warps write them. Half of the columns
+  // go at a time, which leaves room for one more stage of the ring; the others wait in registers as 16-bit elements.
+  using Handed = Staging<T, kTileN / 2>;
+  static constexpr int kGroups = kTileN / 32;  // of 16 columns, in a half
+  using Rest = uint32[kGroups][4];
+  static constexpr int kSenders = kConsumers * kWarpgroup / kWarp, kWriters = kWarpgroup / kWarp - 1;
 
   const Maps &maps;
   const Shape &shape;
   const Results &results;
   Operands ring;
   uint8 *staging;
-  int live, rank;  // rank: in the cluster
+  uint64 *handed, *taken;  // a barrier for each warp that multiplies
+  int live, rank;          // rank: in the cluster
 
   __device__ int rows() const { return kLayout == kTN ? shape.rows : min_of(live, shape.rows); }
   __device__ int rows_of_tiles() const { return pieces(rows(), kTileM); }
@@ -205,30 +196,24 @@ struct Kernel {
 
   __device__ void multiply() {
     Turn<kStages> turn;
-    float sums[kParts][kSums];
-    if (kInTurns && consumer() == 1 && int(blockIdx.x) < tiles()) give_turn(0);
-    int count = 0;
-    for (int index = blockIdx.x / kSplit; index < tiles(); index += gridDim.x / kSplit, count++) {
+    Turn<1> writer;
+    float sums[kSums];
+    Rest rest;
+    bool rests = false;
+    for (int index = blockIdx.x / kSplit; index < tiles(); index += gridDim.x / kSplit) {
       const Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
       const int steps = pair_steps(tile.member), all = steps + pieces(rank_of(tile.member), kDepth);
-      if (kInTurns && count % 2 != consumer()) {
-        for (int i = 0; i < all; i++) turn.next();
-        continue;
-      }
-      if constexpr (kRead) fetch_read(part_of(tile, 0));
-      for (int part = 0; part < kParts; part++)
-        for (int i = 0; i < kSums; i++) sums[part][i] = 0.0f;
-      if (kInTurns) take_turn();
+      if constexpr (kReads && !kHandsOver) fetch_gate_and_up(tile);
+      begin(tile, sums);
       int running = -1;  // the stage whose products may still run
       for (int i = first_step(all); i < end_step(all); i++, turn.next()) {
+        if (kHandsOver && rests && i == all / 2) hand_over(rest, writer);
         wait(&ring.full[turn.stage], turn.parity);
         if (kLayout == kTN) forget_dead_rows(turn.stage, live - step(tile.member, i).k);
         begin_products();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; k++)
-#pragma unroll
-          for (int part = 0; part < kParts; part++)
-            Product<T, kTileN, kAlongM, kAlongN>::add(sums[part], a_at(turn.stage, part, k), b_at(turn.stage, k), 1);
+          Product<T, kTileN, kAlongM, kAlongN>::add(sums, a_at(turn.stage, k), b_at(turn.stage, k), 1);
         end_products();
         if (running >= 0) {
           wait_products<1>();
@@ -236,35 +221,50 @@ struct Kernel {
         }
         running = turn.stage;
       }
-      if (kInTurns && index + int(gridDim.x) < tiles()) give_turn(1 - consumer());
       wait_products<0>();
-#pragma unroll
-      for (int part = 0; part < kParts; part++) pin(sums[part]);
+      pin(sums);
       if (running >= 0) release(running);
-      if constexpr (kSplit > 1) {
+      if constexpr (kHandsOver) {
+        Rest first;
+        pack_half<0>(sums, first);
+        hand_over(first, writer);
+        pack_half<1>(sums, rest);
+        rests = true;
+      } else if constexpr (kSplit > 1) {
         float mine[kShare];
-        share(sums[0], mine);
+        share(sums, mine);
         finish(tile, mine);
       } else {
-#pragma unroll
-        for (int part = 0; part < kParts; part++) {
-          if (kRead && part > 0) fetch_read(part_of(tile, part));
-          finish(part_of(tile, part), sums[part]);
-        }
+        finish(tile, sums);
       }
     }
+    if (kHandsOver && rests) hand_over(rest, writer);
   }
 
-  // Warpgroups that take tiles in turns: the products of one are issued behind those of the other.
-  __device__ static int consumer() { return threadIdx.x / kWarpgroup - 1; }
-  __device__ void take_turn() { sync_threads(2 + consumer(), 2 * kWarpgroup); }
-  __device__ void give_turn(int consumer) { arrive_threads(2 + consumer, 2 * kWarpgroup); }
-
-  __device__ static Tile part_of(const Tile &tile, int part) { return {tile.row + part * 64, tile.member, tile.column}; }
+  // Sums begin with the residual, where there is one: it comes while the first operands do. Nothing branches around
+  // a sum, or the assembler would let products wait for one another.
+  __device__ __forceinline__ void begin(const Tile &tile, float (&sums)[kSums]) {
+    const T *const residual = kEpilogue == kStore && rank == 0 ? static_cast<const T *>(results.residual) : nullptr;
+    const int columns_left = residual ? shape.member[tile.member].columns - tile.column : 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = thread_row(tile) + half * 8;
+      const T *const from = residual + uint64(row) * stride(tile) + tile.column;
+#pragma unroll
+      for (int group = 0; group < kTileN / 8; group++) {
+        const int column = group * 8 + threadIdx.x % 4 * 2;
+        uint32 two = 0;
+        if (column < columns_left && row < rows()) two = *reinterpret_cast<const uint32 *>(from + column);
+        const float2 x = unpack<T>(two);
+        sums[4 * group + 2 * half] = x.x, sums[4 * group + 2 * half + 1] = x.y;
+      }
+    }
+    pin(sums);
+  }
 
   // Operands of the products over 16 values of K.
-  __device__ uint64 a_at(int stage, int part, int k) const {
-    const uint8 *tile = ring.a(stage) + (kInTurns ? part : consumer()) * (64 * kDepth * 2);
+  __device__ uint64 a_at(int stage, int k) const {
+    const uint8 *tile = ring.a(stage) + (threadIdx.x / kWarpgroup - 1) * (64 * kDepth * 2);
     return describe(tile + (kAlongM ? k * 16 * 128 : k * 32), kStripBytes);
   }
   __device__ uint64 b_at(int stage, int k) const {
@@ -278,13 +278,13 @@ struct Kernel {
   // Tokens from `live` on are zeros: what lies there is not to be read.
   __device__ void forget_dead_rows(int stage, int live) {
     if (live >= kDepth) return;
-    constexpr int threads = kSharers * kWarpgroup;
-    const int thread = (threadIdx.x - kWarpgroup) % threads, vectors = (kDepth - live) * 8;
+    constexpr int threads = kConsumers * kWarpgroup;
+    const int thread = threadIdx.x - kWarpgroup, vectors = (kDepth - live) * 8;
     for (int strip = 0; strip < (kTileM + kTileN) / kStrip; strip++)
       for (int i = thread; i < vectors; i += threads)
         *reinterpret_cast<uint4 *>(ring.a(stage) + strip * kStripBytes + live * 128 + i * 16) = uint4{0, 0, 0, 0};
     fence_async_proxy();
-    sync_threads(kInTurns ? 4 + consumer() : 1, threads);
+    sync_threads(1, threads);
   }
 
   // The sums of all blocks of the cluster over this block's part of the columns.
@@ -318,21 +318,19 @@ struct Kernel {
   }
 
   // A warp's part of the tile: 16 rows, and the columns that its block has.
-  __device__ int warp() const { return threadIdx.x / kWarp - kWarpgroup / kWarp; }
-  __device__ int row(const Tile &tile) const { return tile.row + warp() % (kSharers * 4) * 16; }
+  __device__ static int warp() { return threadIdx.x / kWarp - kWarpgroup / kWarp; }
+  __device__ int row(const Tile &tile) const { return tile.row + warp() * 16; }
   __device__ int column(const Tile &tile) const { return tile.column + rank * kShareColumns; }
   __device__ Stage stage(int index) const {
-    return {staging + (warp() * max_of(kRead, 1) + index) * Stage::kBytes};
+    return {staging + (warp() * (kReads ? 2 : 1) + index) * Stage::kBytes};
   }
   __device__ int stride(const Tile &tile) const { return shape.member[tile.member].stride; }
 
-  __device__ __forceinline__ void fetch_read(const Tile &tile) {
-    const void *const read[2] = {kEpilogue == kAdd ? results.residual : results.gate, results.up};
+  __device__ __forceinline__ void fetch_gate_and_up(const Tile &tile) {
     const uint64 at = uint64(row(tile)) * stride(tile) + column(tile);
     const int rows_left = rows() - row(tile), columns_left = shape.member[tile.member].columns - column(tile);
-#pragma unroll
-    for (int i = 0; i < kRead; i++)
-      stage(i).fetch(static_cast<const T *>(read[i]) + at, stride(tile), rows_left, columns_left);
+    stage(0).fetch(static_cast<const T *>(results.gate) + at, stride(tile), rows_left, columns_left);
+    stage(1).fetch(static_cast<const T *>(results.up) + at, stride(tile), rows_left, columns_left);
   }
 
   // Writes kPiece columns of y from a stage.
@@ -348,22 +346,9 @@ struct Kernel {
       dress(tile, sums, scale, [](float x, float scale) { return x * scale; });
     if (const float *bias = results.bias[tile.member])
       dress(tile, sums, bias, [](float x, float bias) { return x + bias; });
-    if constexpr (kRead) Stage::fetched();
+    if constexpr (kReads) Stage::fetched();
     if constexpr (kFloats) {
       finish_floats(tile, sums);
-    } else if constexpr (kEpilogue == kAdd) {
-#pragma unroll
-      for (int group = 0; group < kPiece / 16; group++) {
-        uint32 pairs[4];
-        stage(0).get(group, pairs);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float2 residual = unpack<T>(pairs[i]);
-          pairs[i] = pack<T>(sums[group * 8 + 2 * i] + residual.x, sums[group * 8 + 2 * i + 1] + residual.y);
-        }
-        stage(0).put(group, pairs);
-      }
-      write(stage(0), results.y[tile.member], tile, 0);
     } else if constexpr (kEpilogue == kSwigluBackward) {
 #pragma unroll
       for (int group = 0; group < kPiece / 16; group++) {
@@ -405,6 +390,55 @@ struct Kernel {
 #pragma unroll
       for (int group = 0; group < kPiece / 16; group++) stage(0).put(group, sums + piece * kPiece / 2 + group * 8);
       write(stage(0), y, tile, piece);
+    }
+  }
+
+  // Half of the columns; with SwiGLU, of gate and then of up.
+  template <int kHalf>
+  __device__ __forceinline__ static void pack_half(const float (&sums)[kSums], Rest &half) {
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      constexpr int kOfGate = kEpilogue == kSwiglu ? kGroups / 2 : kGroups;
+      const float *const x = sums + (kHalf * kOfGate + group + (group < kOfGate ? 0 : kOfGate)) * 8;
+#pragma unroll
+      for (int i = 0; i < 4; i++) half[group][i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void hand_over(const Rest &half, Turn<1> &turn) {
+    wait(&taken[warp()], turn.parity ^ 1);
+    turn.next();
+    const Handed rows{staging + warp() * Handed::kBytes};
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) rows.put(group, half[group]);
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) arrive(&handed[warp()]);
+  }
+
+  __device__ void write_handed() {
+    const int writer = threadIdx.x / kWarp - 1;
+    T *const act = static_cast<T *>(results.y[0]);
+    T *const gate = static_cast<T *>(results.gate), *const up = static_cast<T *>(results.up);
+    T *const dgate = static_cast<T *>(results.dgate), *const dup = static_cast<T *>(results.dup);
+    Turn<1> turn;
+    for (int half = 0, index = blockIdx.x; index < tiles(); index += half * gridDim.x, half ^= 1, turn.next()) {
+      Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
+      tile.column += half * kColumns / 2;
+      for (int sender = writer; sender < kSenders; sender += kWriters) {
+        const int row = tile.row + sender * 16;
+        const uint8 *const sums = staging + sender * Handed::kBytes;
+        const Part part{rows() - row, shape.member[0].columns - tile.column,
+                        uint64(row) * stride(tile) + tile.column, stride(tile)};
+        const auto wait_for_sums = [&] { wait(&handed[sender], turn.parity); };
+        if constexpr (kEpilogue == kSwiglu) {
+          wait_for_sums();
+          write_swiglu<kTileN / 2, Handed::kPitch>(part, sums, gate, up, act);
+        } else {
+          write_swiglu_backward<kTileN / 2, Handed::kPitch>(part, sums, gate, up, dgate, dup, act, wait_for_sums);
+        }
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) arrive(&taken[sender]);
+      }
     }
   }
 
@@ -468,19 +502,23 @@ struct Kernel {
   }
 };
 
-template <typename T, int kLayout, int kEpilogue, int kTileM, int kTileN, int kStages, int kSplit, bool kInTurns>
-__global__ void __launch_bounds__((kInTurns ? 3 : kTileM / 64 + 1) * kWarpgroup, 1)
+template <typename T, int kLayout, int kEpilogue, int kTileM, int kTileN, int kStages, int kSplit, bool kHandsOver>
+__global__ void __launch_bounds__((kTileM / 64 + 1) * kWarpgroup, 1)
     gemm_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Results results, const int32 *live,
                const __grid_constant__ Shape shape) {
-  using Kernel = Kernel<T, Layout(kLayout), Epilogue(kEpilogue), kTileM, kTileN, kStages, kSplit, kInTurns>;
+  using Kernel = Kernel<T, Layout(kLayout), Epilogue(kEpilogue), kTileM, kTileN, kStages, kSplit, kHandsOver>;
   // 1,024 bytes is the period of the swizzle.
   extern __shared__ __align__(1024) uint8 tiles[];
-  __shared__ uint64 full[kStages], empty[kStages];
+  __shared__ uint64 full[kStages], empty[kStages], handed[Kernel::kSenders], taken[Kernel::kSenders];
   let_next_start();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; stage++) {
       init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], Kernel::kSharers * kWarpgroup / kWarp);
+      init_barrier(&empty[stage], Kernel::kSenders);
+    }
+    for (int sender = 0; kHandsOver && sender < Kernel::kSenders; sender++) {
+      init_barrier(&handed[sender], 1);
+      init_barrier(&taken[sender], 1);
     }
     fence_barrier_init();
     prefetch(&maps.a[0]);
@@ -489,12 +527,15 @@ __global__ void __launch_bounds__((kInTurns ? 3 : kTileM / 64 + 1) * kWarpgroup,
   __syncthreads();
   wait_for_previous();
   uint8 *const staging = tiles + kStages * Kernel::Operands::kBytes;
-  Kernel kernel{maps, shape, results, {tiles, full, empty}, staging, *live, kSplit > 1 ? cluster_rank() : 0};
-  const int warpgroup = threadIdx.x / kWarpgroup;
-  if (warpgroup == 0) {
-    if constexpr (Kernel::kConsumers == 2) give_registers<kFetchRegisters>();
+  const int rank = kSplit > 1 ? cluster_rank() : 0;
+  Kernel kernel{maps, shape, results, {tiles, full, empty}, staging, handed, taken, *live, rank};
+  if (threadIdx.x < kWarpgroup) {
+    if constexpr (Kernel::kConsumers == 2) give_registers<kHandsOver ? kFetchAndWriteRegisters : kFetchRegisters>();
     if (threadIdx.x == 0) kernel.fetch();
     __syncwarp();
+    if constexpr (kHandsOver) {
+      if (threadIdx.x >= kWarp) kernel.write_handed();
+    }
     // Blocks of a cluster have one tile each, and all their threads take part in its barriers.
     if constexpr (kSplit > 1) {
       if (blockIdx.x / kSplit < kernel.tiles()) {
@@ -503,7 +544,7 @@ __global__ void __launch_bounds__((kInTurns ? 3 : kTileM / 64 + 1) * kWarpgroup,
       }
     }
   } else {
-    if constexpr (Kernel::kConsumers == 2) take_registers<kMultiplyRegisters>();
+    if constexpr (Kernel::kConsumers == 2) take_registers<kHandsOver ? kMultiplyOnlyRegisters : kMultiplyRegisters>();
     kernel.multiply();
   }
 }

@@ -1,14 +1,14 @@
 """Launches of the matrix products of 16-bit elements on Hopper, whose tiles are fetched by the copy
 engine and multiplied by whole warpgroups (gemm_wgmma.cu)."""
 
-import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from krnl.dtypes import BF16, F16
 from krnl.kernels.cuda.gemm_chunks import LAYOUTS
-from krnl.kernels.launch import Launch, TensorMap, pieces
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
+from krnl.kernels.launch import Launch, TensorMap, pack, pieces
 from krnl.kernels.products import (
     PAIRS,
     Epilogue,
@@ -22,18 +22,16 @@ from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
 # enum Epilogue
-STORE, ADD, STORE_FLOATS, ACCUMULATE, ACCUMULATE_ACROSS, SWIGLU, SWIGLU_BACKWARD = range(7)
+STORE, STORE_FLOATS, ACCUMULATE, ACCUMULATE_ACROSS, SWIGLU, SWIGLU_BACKWARD = range(6)
 MEMBERS = 3  # results that one launch computes side by side
 DEPTH, STRIP = 64, 64  # of a tile in K; what a swizzled row holds along M or N
 WARPGROUP = 128
-# An H100 and an H200 have 132 multiprocessors; on others the choice of tiles is merely not as good.
-MULTIPROCESSORS = 132
-# Clusters that run at once, by their size: they lie within one of the GPU's partitions, and not all
-# have a multiple of four (cuOccupancyMaxActiveClusters on an H200).
-CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}
 # In a clock, while all of them work, a multiprocessor multiplies so much of 2,048 pairs, fetches
-# and writes so many bytes: fitted to what an H200 took.
-EFFICIENCY, FETCHED, WRITTEN = 0.95, 48, 14
+# and writes so many bytes, and has so many of those that the GPU's memory moves: fitted to what an
+# H200 took.
+EFFICIENCY, FETCHED, WRITTEN, MOVED = 0.95, 48, 14, 18
+# Clocks: of a step, however small; until the blocks of a cluster have one another's sums.
+STEP, EXCHANGE = 600, 4000
 SHARED_BYTES = 226 << 10  # of the 227 KiB that a block may have; barriers take the rest
 FEWEST_STAGES, MOST_STAGES = 3, 8
 
@@ -41,18 +39,18 @@ FEWEST_STAGES, MOST_STAGES = 3, 8
 @dataclass(frozen=True)
 class Tiling:
     """How results are cut: rows and columns of a tile, and the blocks of a cluster that share one.
-    `in_turns`: the two warpgroups of a block that multiply have tiles of their own; one writes
-    while the other multiplies."""
+    `hands_over`: what has been summed is written by other warps while the next tile is
+    multiplied."""
 
     rows: int
     columns: int
     split: int = 1
-    in_turns: bool = False
+    hands_over: bool = False
 
     @property
     def threads(self) -> int:
         """Of a block: one warpgroup fetches, others multiply."""
-        return WARPGROUP * (3 if self.in_turns else self.rows // 64 + 1)
+        return WARPGROUP * (self.rows // 64 + 1)
 
     @property
     def stage_bytes(self) -> int:
@@ -60,11 +58,13 @@ class Tiling:
 
     def staging_bytes(self, kind: int) -> int:
         """Shared memory of the epilogue: results on their way to memory, and what it reads."""
-        read = {ADD: 1, SWIGLU_BACKWARD: 2}.get(kind, 0)
+        if self.hands_over:  # sums of half a tile
+            return self.rows * (self.columns + 16)
         columns = (self.columns // 2 if kind == SWIGLU else self.columns) // self.split
-        if not read:
-            columns = next(piece for piece in (64, 32, 16) if columns % piece == 0)
-        return self.rows * (2 * columns + 16) * max(read, 1)
+        if kind == SWIGLU_BACKWARD:  # gate and up
+            return 2 * self.rows * (2 * columns + 16)
+        piece = next(piece for piece in (64, 32, 16) if columns % piece == 0)
+        return self.rows * (2 * piece + 16)
 
     def stages(self, kind: int) -> int:
         """Of the ring."""
@@ -77,17 +77,21 @@ class Tiling:
     def blocks(self, job: "Job") -> int:
         return job.tiles(self) * self.split
 
-    def clocks(self, job: "Job") -> float:
+    def clocks(self, job: "Job", target: Target) -> float:
         """What a job takes, roughly: waves of tiles, each of which is multiplied, or waits for its
         operands, and then written."""
-        waves = pieces(job.tiles(self), CLUSTERS[self.split])
+        waves = pieces(job.tiles(self), target.clusters(self.split))
         area = self.rows * self.columns
-        step = max(area * DEPTH / 2048 / EFFICIENCY, self.stage_bytes / FETCHED)
+        step = max(area * DEPTH / 2048 / EFFICIENCY, self.stage_bytes / FETCHED, STEP)
         multiply = pieces(job.steps, self.split) * step
-        finish = area * job.written_bytes / WRITTEN / self.split + 2000 * (self.split > 1)
-        if self.in_turns:
-            return waves * max(multiply, finish) + finish
-        return waves * (multiply + finish)
+        finish = area * job.written_bytes / WRITTEN / self.split
+        if self.hands_over:
+            busy = waves * max(multiply, finish) + finish
+        else:
+            busy = waves * (multiply + finish)
+        moving = job.moved_bytes / MOVED / target.multiprocessors
+        # Where memory is what all wait for, those are best that are otherwise least busy.
+        return max(busy, moving) + busy / 16 + waves * EXCHANGE * (self.split > 1)
 
 
 TILINGS = [
@@ -96,9 +100,9 @@ TILINGS = [
         for rows, columns in (
             (128, 256), (128, 192), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64),
         )
-        for split in CLUSTERS
+        for split in CLUSTER_SIZES
     ),
-    Tiling(128, 128, in_turns=True),
+    Tiling(128, 256, hands_over=True),
 ]  # fmt: skip
 
 
@@ -126,7 +130,7 @@ class Job:
             return ACCUMULATE_ACROSS if self.across else ACCUMULATE
         if epilogue.to_floats:
             return STORE_FLOATS
-        return ADD if epilogue.residual else STORE
+        return STORE
 
     @property
     def steps(self) -> int:
@@ -140,10 +144,21 @@ class Job:
             STORE_FLOATS: 4,
             ACCUMULATE: 8,
             ACCUMULATE_ACROSS: 8,
-            ADD: 4,
             SWIGLU: 3,
             SWIGLU_BACKWARD: 10,
-        }.get(self.kind, 2)
+        }.get(self.kind, 4 if self.first.epilogue.residual else 2)
+
+    @property
+    def moved_bytes(self) -> int:
+        """The fewest that come from memory and go there."""
+        operands = {
+            (buffer.root, buffer.start, columns): 2 * pair.depth * columns
+            for m in self.members
+            for pair in m.all_pairs
+            for buffer, columns in ((pair.a, m.rows), (pair.b, m.columns))
+        }
+        written = sum(m.rows * m.columns for m in self.members) * self.written_bytes
+        return sum(operands.values()) + written
 
     def width(self, tiling: Tiling) -> int:
         """Columns of a member in a tile."""
@@ -158,6 +173,12 @@ class Job:
         return pieces(self.first.rows, tiling.rows) * sum(self.member_tiles(tiling))
 
     @property
+    def alike(self) -> bool:
+        """Whether one launch computes all members: they have as many rows, and a pair each."""
+        products = self.members
+        return len({p.rows for p in products}) == 1 and all(len(p.pairs) == 1 for p in products)
+
+    @property
     def fits(self) -> bool:
         """Whether all rows begin at multiples of 16 bytes, as the copy engine wants it of operands
         and vectors of results. Results are of one type, and those of floats have no residual; with
@@ -166,7 +187,8 @@ class Job:
         dtype = first.pairs[0].a.dtype
         pairs = [pair for member in self.members for pair in member.all_pairs]
         return (
-            dtype in (F16, BF16)
+            first.rows * sum(member.columns for member in self.members) > 0
+            and dtype in (F16, BF16)
             and len(first.pairs) <= PAIRS
             and len(self.members) <= MEMBERS
             and all(p.a.dtype is dtype and p.b.dtype is dtype for p in pairs)
@@ -175,32 +197,33 @@ class Job:
             and all(b is None or b.start % 8 == 0 for b in self._results())
             and (self.act is None or len({m.adapter is None for m in self.members}) == 1)
             and len({m.epilogue.to_floats for m in self.members}) == 1
-            and not (first.epilogue.to_floats and first.epilogue.residual)
+            and not (first.epilogue.residual and (first.epilogue.to_floats or first.epilogue.scale))
         )
 
-    def tiling(self, splits: Collection[int] = CLUSTERS) -> Tiling:
-        """The one that takes the fewest clocks, of those whose tiles so many blocks share."""
+    def tiling(self, target: Target, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
+        """Of these, the one that takes the fewest clocks."""
         return min(
-            (t for t in TILINGS if t.split in splits and self.allows(t)),
-            key=lambda tiling: tiling.clocks(self),
+            filter(self.allows, tilings),
+            key=lambda tiling: tiling.clocks(self, target),
         )
 
     def allows(self, tiling: Tiling) -> bool:
         """Whether shared memory holds it, and a block's part of the columns can be written: whole
-        matrices of 16 columns, and with SwiGLU those of gate and up together."""
+        matrices of 16 columns, and with SwiGLU those of gate and up together. Only where several
+        results are written is it worth handing them over."""
         return (
             self.width(tiling) // tiling.split % 16 == 0
             and (tiling.split == 1 or self.kind != SWIGLU)
+            and (not tiling.hands_over or self.kind in (SWIGLU, SWIGLU_BACKWARD))
             and tiling.stages(self.kind) >= FEWEST_STAGES
         )
 
-    def launch(self, tiling: Tiling | None = None) -> Launch:
-        """Cut as given, or as seems best."""
-        tiling = tiling or self.tiling()
+    def launch(self, tiling: Tiling, target: Target) -> Launch:
+        """Cut as given."""
         blocks = tiling.blocks(self)
         constants = (
             LAYOUTS.index(self.first.layout), self.kind,
-            tiling.rows, tiling.columns, tiling.stages(self.kind), tiling.split, tiling.in_turns,
+            tiling.rows, tiling.columns, tiling.stages(self.kind), tiling.split, tiling.hands_over,
         )  # fmt: skip
         return Launch(
             "gemm_wgmma",
@@ -212,7 +235,7 @@ class Job:
                 self._shape(tiling),
             ),
             # Blocks go from tile to tile, except those of clusters.
-            (min(blocks, MULTIPROCESSORS) if tiling.split == 1 else blocks, 1, 1),
+            (min(blocks, target.multiprocessors) if tiling.split == 1 else blocks, 1, 1),
             tiling.threads,
             (self.first.pairs[0].a.dtype,),
             dict(enumerate(constants)),
@@ -258,22 +281,26 @@ class Job:
             rank = member.adapter.depth if member.adapter else 0
             numbers += [member.columns, sum(tiles[:i]), rank, member.epilogue.stride]
         numbers += [0] * 4 * (MEMBERS - len(self.members))
-        return struct.pack(f"<{len(numbers)}i", *numbers)
+        return pack(f"{len(numbers)}i", *numbers)
 
 
-def jobs(call: Call) -> list[Job]:
-    """Of any op in ops/gemm.py. Products of as many rows and a pair each are one job; others have
-    one each."""
+def jobs(call: Call) -> tuple[list[Job], list[Product]]:
+    """Of any op in ops/gemm.py, and its products that these kernels cannot make. Products of as
+    many rows and a pair each are one job; others have one each."""
     if call.op.name == "lora_swiglu":
-        return [_swiglu_job(call)]
+        job = _swiglu_job(call)
+        return [job] if job.fits else [], []
     across = call.op.name == "lora_b_grad"
-    made = [p for p in products(call) if p.rows * p.columns]
-    if across:  # rows are then the rank, the same for all
-        made = [_transposed(product) for product in made]
-    alike = len({p.rows for p in made}) == 1 and all(len(p.pairs) == 1 for p in made)
-    if alike and len(made) <= MEMBERS:
-        return [Job(made, across=across)]
-    return [Job([product], across=across) for product in made]
+    single, others = [], []
+    for product in products(call):
+        # Rows are then the rank, often the same for all.
+        job = Job([_transposed(product) if across else product], across=across)
+        if job.fits:
+            single.append(job)
+        else:
+            others.append(product)
+    together = Job([job.first for job in single], across=across)
+    return [together] if together.alike and together.fits else single, others
 
 
 def _transposed(product: Product) -> Product:

@@ -1,11 +1,21 @@
 """How every op is launched on NVIDIA's GPUs. Each family's module says which kernel is chosen, and
 why."""
 
+from dataclasses import dataclass
+
 from krnl.kernels.cuda import attention, gemm, rows
+from krnl.kernels.cuda.target import Target
 from krnl.plan.lower import Table
 
 
-def table(capability: int) -> Table:
-    """The kernels for GPUs of a compute capability: 80, 86, 90, 120, …"""
-    hopper = [*gemm.HOPPER_ROWS, *attention.HOPPER_ROWS] if capability == 90 else []
-    return Table("cuda", [*hopper, *gemm.ROWS, *attention.ROWS, *rows.ROWS])
+@dataclass(frozen=True)
+class CudaTable(Table):
+    """`target`: the kind of GPU that it is for."""
+
+    target: Target
+
+
+def table(target: Target) -> CudaTable:
+    """The kernels for a kind of GPU."""
+    hopper = [*gemm.hopper_rows(target), *attention.HOPPER_ROWS] if target.hopper else []
+    return CudaTable("cuda", [*hopper, *gemm.rows(target), *attention.ROWS, *rows.ROWS], target)

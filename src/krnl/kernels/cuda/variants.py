@@ -1,12 +1,14 @@
 """What no engine uses and benchmarks compare with."""
 
-from krnl.kernels.cuda.gemm import HOPPER_ROWS, OPS, hopper_row
+from krnl.kernels.cuda.gemm import OPS, hopper_row
+from krnl.kernels.cuda.gemm_wgmma import TILINGS
+from krnl.kernels.cuda.table import CudaTable
 from krnl.plan.lower import Table
 
 
 def uncut(kernels: Table) -> Table | None:
-    """Products whose K loop is never divided among the blocks of a cluster; None where the kernels
-    divide none."""
-    if HOPPER_ROWS[0] not in kernels.rows:
+    """Products whose K loop is never divided among blocks; None where the kernels divide none."""
+    if not isinstance(kernels, CudaTable) or not kernels.target.hopper:
         return None
-    return Table(kernels.backend, [hopper_row(op, splits=(1,)) for op in OPS])
+    whole = [tiling for tiling in TILINGS if tiling.split == 1]
+    return Table("cuda", [hopper_row(op, kernels.target, whole) for op in OPS])

@@ -3,12 +3,11 @@
 Scores of all heads would take h·n·m elements. They are made in parts instead, of some heads and
 some rows each, as many as SCORE_BYTES holds; the parts follow one another in the same memory."""
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from krnl.dtypes import F32, DType
-from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pack, pieces
 from krnl.kernels.metal.sizes import TILE, VECTOR
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
@@ -46,7 +45,7 @@ class Part:
 
     def pack(self) -> bytes:
         *integers, scale = vars(self).values()
-        return struct.pack("<13If", *integers, scale)
+        return pack("13If", *integers, scale)
 
     @property
     def scores(self) -> int:

@@ -1,11 +1,10 @@
 """Launches of the matrix products in ops/gemm.py: one for each product, and one more where the K
 loop is cut into chunks."""
 
-import struct
 from collections.abc import Callable
 
 from krnl.dtypes import F16, F32
-from krnl.kernels.launch import LANES, GpuRow, Launch, pieces
+from krnl.kernels.launch import LANES, GpuRow, Launch, pack, pieces
 from krnl.kernels.metal.sizes import TILE, VECTOR
 from krnl.kernels.products import PAIRS, Epilogue, Pair, Product, inputs, products, types_fit
 from krnl.plan.buffer import Buffer
@@ -134,7 +133,7 @@ def _shape(product: Product, epilogue: Epilogue) -> bytes:
     numbers = [product.rows, product.columns, epilogue.stride, chunks(product)]
     for pair in _places(product):
         numbers += [pair.depth, pair.a_stride, pair.b_stride] if pair else [0, 0, 0]
-    return struct.pack(f"<{len(numbers)}I", *numbers)
+    return pack(f"{len(numbers)}I", *numbers)
 
 
 def _swiglu(call: Call, workspace: Buffer | None) -> list[Launch]:
@@ -149,7 +148,7 @@ def _swiglu(call: Call, workspace: Buffer | None) -> list[Launch]:
     if not any(ranks):
         adapter = [None, None, None]
     adapter_starts = [buffer.start for buffer in adapter if buffer]
-    shape = struct.pack("<5I", n, f, c, *ranks)
+    shape = pack("5I", n, f, c, *ranks)
     return [
         Launch(
             "gemm",
