@@ -4,7 +4,8 @@ numpy:
     python bench/torch_products.py --layout nt --m 512 --n 2048 --k 2048 --steps 10
 
 A step is many products, each with the next copy of the operands, so that a cache keeps none of
-them; on CUDA it is one graph."""
+them; on CUDA it is one graph, and tn adds to a sum in fp32, as gradients are added up and as KRNL
+does it everywhere."""
 
 import torch
 import torch_worker
@@ -21,12 +22,26 @@ a, b = (
 )
 left = [each.T for each in a] if options.layout[0] == "t" else a
 right = [each.T for each in b] if options.layout[1] == "t" else b
-result = torch.empty(options.m, options.n, dtype=base, device=device)
+adds = options.layout == "tn" and device == "cuda"
+kind = torch.float32 if adds else base
+result = torch.zeros(options.m, options.n, dtype=kind, device=device)
 
 
 def multiply() -> None:
     for i in range(options.calls):
-        torch.mm(left[i % options.copies], right[i % options.copies], out=result)
+        operands = left[i % options.copies], right[i % options.copies]
+        if adds:
+            torch.addmm(result, *operands, out_dtype=kind, out=result)
+        else:
+            torch.mm(*operands, out=result)
+
+
+def described() -> dict[str, object]:
+    """The norm of a product, and the first elements of its first row."""
+    result.zero_()
+    multiply()
+    product = result.float() / (options.calls if adds else 1)
+    return {"norm": float(product.norm()), "row": product[0, :FIRST].tolist()}
 
 
 run = torch_worker.captured(multiply) if device == "cuda" else multiply
@@ -43,6 +58,6 @@ serve(
     ("torch",),
     torch.get_num_threads,
     lambda: torch_worker.peak(device),
-    lambda: {"norm": float(result.float().norm()), "row": result[0, :FIRST].tolist()},
+    described,
     lambda: finish(device),
 )
