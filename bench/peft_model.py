@@ -33,11 +33,11 @@ parser.add_argument(
     "liger: the kernels of liger_kernel, on a GPU",
 )
 options = parser.parse_args()
+torch_worker.prepare(options)
 if options.variant == "liger":
     from liger_kernel.transformers import AutoLigerKernelForCausalLM as Loader
 else:
     from transformers import AutoModelForCausalLM as Loader
-torch_worker.use_threads(options)
 device = options.device
 base = Loader.from_pretrained(
     options.model, dtype=PRECISIONS[options.precision], attn_implementation="sdpa"

@@ -15,14 +15,15 @@ from torch_worker import DEVICES, PRECISIONS, finish
 parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
 parser.add_argument(
     "--variant",
-    choices=("eager", "compile", "graph"),
+    choices=("eager", "compile", "autotune", "graph"),
     default="eager",
-    help="compile: torch.compile, on CUDA with max-autotune (slow to start); graph: a CUDA graph",
+    help="compile: torch.compile, on CUDA with its graphs; autotune: with max-autotune, on CUDA "
+    "(takes minutes to start); graph: uncompiled, as one CUDA graph",
 )
 options = parser.parse_args()
-if options.variant == "graph" and options.device != "cuda":
-    parser.error("--variant graph needs --device cuda")
-torch_worker.use_threads(options)
+if options.variant in ("autotune", "graph") and options.device != "cuda":
+    parser.error(f"--variant {options.variant} needs --device cuda")
+torch_worker.prepare(options)
 base, device = PRECISIONS[options.precision], options.device
 trained = torch.float32 if options.adapters == "fp32" else base
 block = drawn(options.tokens, options.width, options.ffn, options.rank)
@@ -49,7 +50,9 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 
 
 if options.variant == "compile":
-    forward = torch.compile(forward, mode="max-autotune" if device == "cuda" else None)
+    forward = torch.compile(forward, mode="reduce-overhead" if device == "cuda" else None)
+elif options.variant == "autotune":
+    forward = torch.compile(forward, mode="max-autotune")
 
 
 def differentiate() -> None:

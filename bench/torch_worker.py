@@ -1,6 +1,7 @@
 """What the workers with PyTorch have in common."""
 
 import argparse
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,19 @@ DEVICES = ("cpu", "cuda", "mps")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def use_threads(options: argparse.Namespace) -> None:
-    """To be called before anything is computed."""
+def prepare(options: argparse.Namespace) -> None:
+    """To be called before anything is computed. Ends with a sentence where PyTorch cannot use the
+    device."""
+    there = {
+        "cpu": lambda: True,
+        "cuda": lambda: torch.cuda.is_available(),
+        "mps": lambda: torch.backends.mps.is_available(),
+    }
+    if not there[options.device]():
+        sys.exit(
+            f"device is {options.device}, which PyTorch {torch.__version__} cannot use here: it "
+            "finds no such GPU, or was built without support for it."
+        )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 

@@ -29,9 +29,9 @@ from krnl.bench.baselines import (
     tools,
 )
 from krnl.bench.blas import blas_name, blas_with_threads
+from krnl.bench.models import SHAPES
 from krnl.bench.products import BlasProduct, Product, drawn
 from krnl.bench.results import Tool
-from krnl.bench.shapes import SHAPES
 from krnl.bench.trainer import Rows
 from krnl.bench.workloads import BlockShape, mlp_block
 from krnl.dtypes import BF16, F16, F32, DType

@@ -17,8 +17,8 @@ from krnl import cli
 from krnl.backends.cpu import CpuBackend
 from krnl.bench.command import TABLES, Bench, run_table, table
 from krnl.bench.control import kernel_hash
+from krnl.bench.models import SHAPES
 from krnl.bench.results import QUICK, Entry, Result
-from krnl.bench.shapes import SHAPES
 from krnl.errors import ConfigError, Refused
 from krnl.options import BenchOptions
 from metalsim.install import metal_backend
@@ -136,8 +136,14 @@ def test_the_simulator_is_refused_whatever_is_asked(monkeypatch, capsys):
         (BenchOptions("gemm", chat=True), "chat is given, and only krnl bench model uses it"),
         (BenchOptions("step", rows=8), "rows is given, and only krnl bench model uses it"),
         (BenchOptions("gemm", memory_limit=1.0), "memory_limit is given, and only krnl bench mod"),
-        (BenchOptions("model", memory_limit=0.0), "memory_limit is 0.0; it must be above 0"),
-        (BenchOptions("model", memory_limit=math.nan), "memory_limit is nan; it must be above 0"),
+        (
+            BenchOptions("model", memory_limit=0.0),
+            "memory_limit is 0.0; it must be a finite number above 0",
+        ),
+        (
+            BenchOptions("model", memory_limit=math.nan),
+            "memory_limit is nan; it must be a finite number above 0",
+        ),
         (
             BenchOptions("gemm", length=64),
             "length is given, and only krnl bench model and krnl bench step use it",
@@ -152,12 +158,16 @@ def test_the_simulator_is_refused_whatever_is_asked(monkeypatch, capsys):
         (BenchOptions("model", variants="compile"), "against does not name torch"),
         (BenchOptions("model", adapters="16"), "adapters are the peers', and against names none"),
         (
+            BenchOptions("shapes", against="torch", torch_python=PYTHON, adapters="16"),
+            "adapters is given, and only krnl bench step and krnl bench model use it",
+        ),
+        (
             BenchOptions("step", against="mlx", mlx_python=PYTHON, variants="compile"),
             "against does not name torch",
         ),
         (
             BenchOptions("step", against="torch", torch_python=PYTHON, variants="eager,liger"),
-            "names 'liger'; of step it may name eager, compile, graph",
+            "names 'liger'; of step it may name eager, compile, autotune, graph",
         ),
         (
             BenchOptions("model", against="torch", torch_python=PYTHON, variants="eager, eager"),

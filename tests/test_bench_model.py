@@ -18,7 +18,7 @@ from krnl.backends.cpu import CpuBackend
 from krnl.bench import trainer
 from krnl.bench.baselines import PEERS, Setting
 from krnl.bench.command import Bench
-from krnl.bench.shapes import SHAPES, write
+from krnl.bench.models import SHAPES, write
 from krnl.bench.tables import model, shapes, step
 from krnl.bench.trainer import Rows, Trainer, Update, training_step
 from krnl.devices import PRECISIONS
@@ -116,7 +116,7 @@ def test_random_weights_are_gone_at_the_end(
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     usage = type("Usage", (), {"free": 1 << 20})
-    monkeypatch.setattr("krnl.bench.shapes.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("krnl.bench.models.shutil.disk_usage", lambda folder: usage)
     wanted = r"take 14 MiB, and where .* is, 1 MiB are free\. Set TMPDIR"
     with pytest.raises(ConfigError, match=wanted):
         model.run(bench())
@@ -201,7 +201,7 @@ def test_krnl_keeps_within_a_limit_and_says_so() -> None:
     result = model.run(replace(bench(), memory_limit=23.5))
     assert result.title.endswith(", krnl within 23.50 GiB, shrunk")
     assert result.entries[0].note == "within 23.50 GiB"
-    with pytest.raises(PlanError, match=r"more than memory_limit .* lower --rows or --length\.$"):
+    with pytest.raises(PlanError, match=r"more than --memory-limit .* a smaller model or rank\.$"):
         model.run(replace(bench(), memory_limit=0.001))
 
 
@@ -224,10 +224,27 @@ def test_an_update_within_a_limit_is_the_same_and_tells_what_it_computed_again(
     kept = training_step(opened, "cpu", "fp32", work)()
     again = training_step(opened, "cpu", "fp32", work, least() + 2**-14)()
     assert (kept.loss, kept.norm, kept.recomputed) == (again.loss, again.norm, "")
-    assert "2 layers" in again.recomputed and " to stay within " in again.recomputed
+    assert "2 trained decoder layers" in again.recomputed and " to stay within " in again.recomputed
     assert model.within(None, again.recomputed) == model.within(23.0, again.recomputed)
     assert model.within(23.0, again.recomputed) == again.recomputed
     assert model.within(None, "") == ""
+
+
+def test_an_update_that_takes_too_much_names_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What `krnl bench model` calls it. The limit lies between what is no activation and all."""
+    monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
+    write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path)
+    opened = Model.open(str(tmp_path))
+    work = [Rows(2, 32).packed(opened.config.vocab_size)]
+    with pytest.raises(PlanError) as error:
+        training_step(opened, "cpu", "fp32", work, 1e-9)
+    found = re.search(r"needs ([\d.]+) MiB.* alone take ([\d.]+) MiB", str(error.value))
+    assert found
+    between = (float(found[1]) + float(found[2])) / 2 / 1024
+    with pytest.raises(PlanError, match=r"are activations: lower --rows or --length\.$"):
+        training_step(opened, "cpu", "fp32", work, between)
 
 
 def test_a_trainer_that_dies_says_so(tmp_path: Path) -> None:

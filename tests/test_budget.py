@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import krnl.model
+import krnl.training.loop
 import krnl.training.memory
 from krnl.backends.base import Backend, Paper
 from krnl.backends.cpu import CpuBackend
@@ -72,7 +74,7 @@ def within(
     nbytes: int, adapter: str = "all layers", device: str = "cuda", recompute: Recompute = "auto"
 ) -> BudgetedPlan:
     given = planning(ADAPTERS[adapter], DEVICES[device])
-    return plan_within(Budget(nbytes, "memory_limit"), recompute, *given)
+    return plan_within(nbytes / 2**30, recompute, *given)
 
 
 def calls(planned: TrainingPlan) -> list[tuple[str, str]]:
@@ -181,34 +183,66 @@ def test_the_smaller_limit_counts() -> None:
     device = replace(CUDA, limits=replace(CUDA.limits, memory=3 * 2**30))
     for asked in (None, 3.0, 4.0, 1e300, math.nextafter(3.0, 4.0)):
         assert memory_budget(device, asked) == Budget(3 * 2**30, "cuda may use on this machine")
-    assert memory_budget(device, 2.5) == Budget(5 * 2**29, "memory_limit")
+    assert memory_budget(device, 2.5) == Budget(5 * 2**29, "--memory-limit")
 
 
+@pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("recompute", ["auto", "none", "mlp", "layer"])
-def test_a_shortage_says_how_much_and_what_helps(recompute: Recompute) -> None:
-    planned = within(1000, recompute=recompute)
-    over = gib(planned.use.total - 1000)
-    words = rf"^This run needs .*, which is {over} more than memory_limit .* lower --tokens"
-    helps = recompute in ("none", "mlp")
-    assert ("leave --recompute at auto" in planned.shortage()) == helps
-    with pytest.raises(PlanError, match=words):
+def test_a_shortage_says_how_much_and_what_helps(recompute: Recompute, above: bool) -> None:
+    """Fewer tokens help as long as what is no activation keeps within the limit."""
+    use = within(2**62, recompute=recompute).use
+    others = use.total - use.saved - use.temporaries
+    limit = others if above else others - 1
+    planned = within(limit, recompute=recompute)
+    said = planned.shortage()
+    over = gib(planned.use.total - limit)
+    needed = f"This run needs {gib(planned.use.total)}, which is {over} more than --memory-limit"
+    assert said.startswith(needed)
+    with pytest.raises(PlanError, match=f"^{re.escape(said)}$"):
         planned.check()
-    assert "lower --rows" in planned.shortage(lower="--rows")
+    assert "--recompute" not in said  # auto would need more, too
+    assert ("lower --tokens" in said) == above
+    assert ("lower --rows" in planned.shortage(lower="--rows")) == above
+    alone = f"Weights, adapter and the rest alone take {gib(others)}, whatever the activations: "
+    assert (alone + "raise the limit, or choose a smaller model or rank." in said) != above
     assert "to stay within" not in planned.recomputed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recompute", ["auto", "none", "mlp", "layer"])
+def test_auto_is_advised_where_it_fits(recompute: Recompute, device: str) -> None:
+    """Where it does not, there is nothing to be had from it."""
+    *_, mlp, layer = totals("all layers", device).values()
+    for limit in (layer, layer - 1, mlp - 1):
+        said = within(limit, device=device, recompute=recompute).shortage()
+        auto_fits = not within(limit, device=device).shortage()
+        helps = bool(said) and auto_fits
+        assert helps == (limit >= layer and recompute in ("none", "mlp"))
+        assert said.endswith("lower --tokens, or leave --recompute at auto.") == helps
+        assert ("--recompute" in said) == helps
+
+
+def test_a_limit_that_nobody_set_cannot_be_raised() -> None:
+    planned = within(1000)
+    device = replace(planned, budget=Budget(1000, "cuda may use on this machine"))
+    assert device.shortage().endswith("activations: choose a smaller model or rank.")
 
 
 def test_what_is_computed_again_is_said() -> None:
     every = totals("the upper two", "cuda")
     limit = gib(every[1])
-    said = f"gate and up of 1 of 2 layers are computed again to stay within {limit}"
+    said = f"gate and up of 1 of 2 trained decoder layers are computed again to stay within {limit}"
     assert within(every[1], "the upper two").recomputed == said
     limit = gib(every["layer"])
-    said = f"everything inside 2 of 2 layers is computed again to stay within {limit}"
-    assert within(every["layer"], "the upper two").recomputed == said
+    said = "everything inside 2 of 2 trained decoder layers is computed again to stay within "
+    assert within(every["layer"], "the upper two").recomputed == said + limit
     mlp = within(2**62, "the upper two", recompute="mlp")
-    assert mlp.recomputed == "gate and up of 2 of 2 layers are computed again"
+    assert mlp.recomputed == "gate and up of 2 of 2 trained decoder layers are computed again"
     for recompute in ("mlp", "layer"):
         assert within(2**62, "head", recompute=recompute).recomputed == ""
+    said = "gate and up of 1 of 1 trained decoder layer are computed again"
+    uppermost = replace(ALL, targets=r".*layers\.4\..*q_proj")
+    assert plan_within(None, "mlp", *planning(uppermost, CUDA)).recomputed == said
 
 
 # Whole runs.
@@ -251,13 +285,15 @@ def test_a_run_within_a_limit_is_the_same_run(tmp_path, model, data, resident):
         assert adapter_bytes(tmp_path / name) == adapter_bytes(tmp_path / "kept")
         (most,) = re.findall(r"at most (.*) MiB of memory", capture.get())
         assert float(most) <= nbytes / 2**20 + 0.05
-    again = f"gate and up of {{}} of {LAYERS} layers are computed again to stay within .* MiB"
+    layers_of = f"of {LAYERS} trained decoder layers are"
+    again = f"gate and up of {{}} {layers_of} computed again to stay within .* MiB"
     assert said["kept"] == []
     for name, layers in (("one", 1), ("three", 3)):
         (line,) = said[name]
         assert re.fullmatch(again.format(layers), line)
-    assert said["layer"][0].startswith(f"everything inside {LAYERS} of {LAYERS} layers is computed")
-    with pytest.raises(PlanError, match=r"more than memory_limit"):
+    everything = f"everything inside {LAYERS} of {LAYERS} trained decoder layers is computed"
+    assert said["layer"][0].startswith(everything)
+    with pytest.raises(PlanError, match=r"more than --memory-limit"):
         train(config(tmp_path / "less", memory_limit=(layer - 1) / 2**30), Console(quiet=True))
     assert not (tmp_path / "less").exists()
 
@@ -289,8 +325,43 @@ def test_a_plan_says_it_too(tmp_path, model, data, resident):
     kept = bytes_of(small_settings(model, data, tmp_path, tokens=TOKENS), "none")
     assert "computed again" not in said()
     text = said(memory_limit=(kept - 1) / 2**30)
-    assert f"gate and up of 1 of {LAYERS} layers are computed again to stay within" in text
+    assert (
+        f"gate and up of 1 of {LAYERS} trained decoder layers are computed again to stay within"
+        in text
+    )
     assert "This run needs" not in text
     text = said(memory_limit=0.001)
-    assert f"everything inside {LAYERS} of {LAYERS} layers is computed again\n" in text
-    assert "more than memory_limit (1.0 MiB)" in text
+    assert (
+        f"everything inside {LAYERS} of {LAYERS} trained decoder layers is computed again\n" in text
+    )
+    assert "more than --memory-limit (1.0 MiB)" in text
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_a_plan_holds_what_the_run_holds_when_memory_is_measured(
+    tmp_path, model, data, monkeypatch, further
+):
+    """Rows and adapter. The process counts as it is then, so a limit means the same to both."""
+    config = small_settings(model, data, tmp_path / "new", tokens=TOKENS)
+    if further:
+        train(config, Console(quiet=True))
+        config = replace(config, init_adapter=config.out, out=str(tmp_path / "further"))
+    events: list[str] = []
+
+    def watched(module: Any, name: str, event: str) -> None:
+        right = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: events.append(event) or right(*given))
+
+    watched(krnl.training.loop, "build", "rows")
+    watched(krnl.training.loop, "initial_modules", "adapter")
+    watched(krnl.model, "read_adapter", "adapter")
+    watched(krnl.training.memory, "_resident", "measured")
+    seen = []
+    for act in (
+        lambda: plan_run(config, CpuBackend(), F32),
+        lambda: train(config, Console(quiet=True)),
+    ):
+        events.clear()
+        act()
+        seen.append(events[: events.index("measured") + 1])
+    assert seen[0] == seen[1] == ["rows", "rows", "adapter", "measured"]

@@ -20,7 +20,7 @@ from krnl.backends.cuda import ON_PAPER
 from krnl.backends.cuda_cache import Cubin
 from krnl.backends.cuda_compiler import SERIALISED, Compiler, Kernel, architecture
 from krnl.backends.cuda_launch import MAP_BYTES, packed
-from krnl.bench.shapes import SHAPES
+from krnl.bench.models import SHAPES
 from krnl.bench.trainer import ADAPTER
 from krnl.bench.workloads import BlockShape
 from krnl.dtypes import BF16, F16, F32, DType

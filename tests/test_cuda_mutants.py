@@ -22,9 +22,8 @@ from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Table
 from krnl.plan.step import Call
-from op_bench import Chosen
+from op_bench import Chosen, forget_last_keys, hide_last_keys
 from op_cases import CASES
-from test_cuda_sim_ops import forget_last_keys, hide_last_keys
 
 CASE = {case.op.name: case for case in CASES}
 ORDERS = (BACKWARD, FORWARD, 2)
@@ -97,6 +96,13 @@ EXAMPLES = {
         "lora_swiglu_backward",
         {"n": 150, "c": 72, "f": 136, "s": 16},
         149,
+        tiling=Tiling(128, 256, hands_over=True),
+        blocks=1,
+    ),
+    "wgmma handed at once": Example(  # K of one step, whose middle is its beginning
+        "lora_swiglu_backward",
+        {"n": 300, "c": 64, "f": 264, "s": 0},
+        290,
         tiling=Tiling(128, 256, hands_over=True),
         blocks=1,
     ),
@@ -311,14 +317,33 @@ MUTANTS = [
          "(kAlongM ? k * 16 * 128 : k * 32)", "(kAlongM ? k * 16 * 128 : k / 2 * 64)"),
         ("barriers that the copy engine does not know of", "    fence_barrier_init();\n", ""),
         ("more arrivals expected than come",
-         "init_barrier(&empty[stage], Kernel::kSenders)",
-         "init_barrier(&empty[stage], Kernel::kSenders + 1)"),
+         "init_barrier(&empty[stage], Kernel::kMultiplyingWarps)",
+         "init_barrier(&empty[stage], Kernel::kMultiplyingWarps + 1)"),
     ),
     *_mutants(
         "gemm_wgmma.cu", "wgmma handed",
         ("sums written that have not come", "{ wait(&handed[sender], turn.parity); }", "{}"),
         ("sums never said to be taken", "arrive(&taken[sender]);", ";"),
+        ("sums handed over where others are still to be written",
+         "    wait(&taken[warp()], turn.parity ^ 1);\n", ""),
+        ("the last half kept", "    if (kHandsOver && rests) hand_over(rest, handing);\n", ""),
+        ("the first half twice", "pack_half<1>(sums, rest)", "pack_half<0>(sums, rest)"),
         ("one warp's rows left out", "sender += kWriters)", "sender += kWriters + 1)"),
+    ),
+    *_mutants(
+        "gemm_wgmma.cu", "wgmma handed at once",
+        ("a half kept for a step that does not come", "i == all / 2", "i == all / 2 + 1"),
+    ),
+    *_mutants(
+        "gemm_wgmma.cu", "wgmma split",
+        ("the residual added by every block of a cluster", "kStore && rank == 0 ?", "kStore ?"),
+    ),
+    *_mutants(
+        "gemm_wgmma.cu", "wgmma",
+        ("a residual of dead rows",
+         "column < columns_left && row < rows()", "column < columns_left"),
+        ("the residual of the row above", "thread_row(tile) + half * 8;\n      const T *const from",
+         "thread_row(tile);\n      const T *const from"),
     ),
     *_mutants(
         "swiglu.h", "wgmma handed",

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from cuda_device import cuda, missing
 from krnl.dtypes import BF16, F16, F32, DType
-from krnl.plan.lower import Table
-from op_bench import SIZES, WEIGHTS, Bench, chosen
+from krnl.kernels.cuda.table import table
+from krnl.kernels.cuda.target import Target
+from krnl.kernels.launch import launches
+from krnl.plan.lower import Table, lower
+from op_bench import HANDS_OVER, SIZES, WEIGHTS, Bench, chosen
 from op_cases import CASES
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a GPU")
@@ -26,6 +29,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     | {"h": 8, "g": 2, "q": 16, "o": (1024, 256, 256), "r": (16, 16, 16), "elements": 2**18},
     "deep": {"n": 512, "c": 2816, "f": 512, "v": 32000, "t": 64, "m": 512, "d": 64, "p": 64}
     | {"h": 6, "g": 3, "q": 64, "o": (512,), "r": (64,), "elements": 2**20},
+    # More tiles than blocks, which hand their sums over where SwiGLU follows.
+    "many": {"n": 2100, "c": 1032, "f": 4104, "v": 1000, "t": 300, "m": 2100, "d": 64, "p": 16}
+    | {"h": 2, "g": 1, "q": 16, "o": (4104,), "r": (16,), "elements": 2**18},
 }
 
 every_call = pytest.mark.parametrize(
@@ -108,3 +114,12 @@ def test_a_call_for_the_sanitizer(name: str, activation: DType) -> None:
 
 def test_every_op_has_a_row_and_every_row_an_op() -> None:
     assert {row.op for row in cuda().kernels.rows} == set(BY_NAME)
+
+
+def test_large_products_are_those_that_hand_over() -> None:
+    """The last of the sizes above is there for them."""
+    for name in ("lora_swiglu", "lora_swiglu_backward"):
+        bench = chosen(BY_NAME[name], LAYERS["many"], BF16)
+        (found,) = lower(bench.emit()[0].calls, table(Target(90)))
+        (launch,) = launches(found)
+        assert launch.constants[HANDS_OVER]

@@ -211,8 +211,10 @@ def test_a_plan_for_cuda_counts_the_gpus_memory(kind, tmp_path, capsys):
     assert uses[0].mapped == uses[0].process == uses[0].saving == 0
 
 
-def said_of(model: Path, data: Path, backend: object, activation: DType, capsys) -> str:
-    config = settings(model, data, Path("out"))
+def said_of(
+    model: Path, data: Path, backend: object, activation: DType, capsys, **given: object
+) -> str:
+    config = settings(model, data, Path("out"), **given)
     planned = plan_run(config, backend, activation)  # type: ignore[arg-type]
     print_plan(planned, Console(width=160), dispatches=False)
     return capsys.readouterr().out
@@ -227,6 +229,16 @@ def test_a_plan_says_whether_the_memory_suffices(model, data, capsys):
     assert "more than cpu may use on this machine (3.0 MiB)" in said
     paper = Paper("metal", cpu.limits, cpu.kernels)
     assert "metal is not on this machine" in said_of(model, data, paper, F32, capsys)
+
+
+def test_of_a_device_on_paper_the_limit_is_what_is_known(model, data, capsys):
+    """Whether the memory suffices is not known, unless it was said how much there is."""
+    unknown = "whether the memory there suffices is not known"
+    for limit, short in ((None, False), (0.001, True), (8.0, False)):
+        said = " ".join(said_of(model, data, ON_PAPER, F16, capsys, memory_limit=limit).split())
+        assert "metal is not on this machine" in said
+        assert (unknown in said) == (limit is None)
+        assert ("more than --memory-limit" in said) == short
 
 
 def test_a_plan_counts_weights_that_lie_askew(tmp_path):

@@ -125,6 +125,17 @@ def test_scale_uses_the_modules_own_rank_and_alpha():
     assert plain.uniform(["lm_head"])
 
 
+@pytest.mark.parametrize(
+    ("targets", "taken"),
+    [(r"q_proj\d", "a regular expression for"), ((r"q_proj\d",), "name or the end of its path")],
+)
+def test_what_a_target_that_matches_nothing_was_taken_for_is_said(targets, taken):
+    with pytest.raises(ConfigError) as error:
+        AdapterConfig(2, 4, targets).select(LINEARS)
+    assert r"'q_proj\d' matches no" in str(error.value)  # as it was given
+    assert taken in str(error.value)
+
+
 def test_a_pattern_that_matches_no_adapted_layer_is_named():
     with pytest.raises(ConfigError, match="'down_proj' matches none of the adapted layers"):
         AdapterConfig(2, 4, ("q_proj",), rank_pattern={"down_proj": 3}).select(LINEARS)
@@ -138,7 +149,10 @@ def test_a_pattern_that_matches_no_adapted_layer_is_named():
         ({"rank": True}, "rank is True"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj is 0"),
         ({"alpha": 0}, "alpha is 0"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "q_proj is 10000"),
         ({"alpha": math.nan}, "alpha is nan"),
+        ({"alpha": math.inf}, "a finite number above 0; alpha is inf"),
+        ({"alpha": 10**400}, "alpha is 10000"),
         ({"alpha_pattern": {"q_proj": "x"}}, "q_proj is 'x'"),
         ({"dropout": 1.0}, "not 1.0"),
         ({"dropout": -0.1}, "not -0.1"),

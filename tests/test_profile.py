@@ -121,10 +121,10 @@ def test_a_profile_within_a_limit_is_that_of_the_run(monkeypatch):
     profile = profile_run(replace(CONFIG, memory_limit=(kept - 1) / 2**30), gate=OpenGate())
     again = [t for t in profile.timings if t.label.startswith("bwd gate, up = ")]
     assert [t.layer for t in again] == ["bwd layer 0"]
-    said = "gate and up of 1 of 4 layers are computed again to stay within"
+    said = "gate and up of 1 of 4 trained decoder layers are computed again to stay within"
     assert printed(profile).splitlines()[1].startswith(said)
     assert as_json(profile)["recomputed"].startswith(said)
-    with pytest.raises(PlanError, match="more than memory_limit"):
+    with pytest.raises(PlanError, match="more than --memory-limit"):
         profile_run(replace(CONFIG, memory_limit=0.001), gate=OpenGate())
 
 

@@ -315,7 +315,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, model, poisoned, place
 
 
 def test_more_memory_than_allowed_is_refused_before_anything_is_written(tmp_path, model, data):
-    with pytest.raises(PlanError, match=r"needs .* more than memory_limit \(1\.0 MiB\).*--tokens"):
+    with pytest.raises(PlanError, match=r"needs .* more than --memory-limit \(1\.0 MiB\).*raise"):
         run(settings(model, data, tmp_path / "out", memory_limit=1 / 1024))
     assert not (tmp_path / "out").exists()
 

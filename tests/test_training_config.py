@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -24,26 +25,27 @@ OTHER = TrainConfig(
     recompute="layer", memory_limit=1.5, show=2,
 )  # fmt: skip
 
+HUGE = 10**400
 BAD = {
-    "batch_size": [0, -1],
-    "tokens": [0],
-    "epochs": [0],
-    "steps": [0],
-    "eval_every": [0],
-    "save_every": [0],
-    "show": [0],
-    "max_length": [1, 2049],
-    "rank": [0, -4],
+    "batch_size": [0, -1, HUGE],
+    "tokens": [0, HUGE],
+    "epochs": [0, HUGE],
+    "steps": [0, HUGE],
+    "eval_every": [0, HUGE],
+    "save_every": [0, HUGE],
+    "show": [0, HUGE],
+    "max_length": [1, 2049, HUGE],
+    "rank": [0, -4, HUGE],
     "alpha": [0.0, -1.0, math.inf, math.nan],
     "dropout": [-0.1, 1.0, math.nan],
     "lr": [0.0, -1.0, math.inf, math.nan],
-    "warmup": [-1],
+    "warmup": [-1, HUGE],
     "weight_decay": [-0.1, math.inf, math.nan],
     "beta1": [-0.1, 1.0, math.nan],
     "beta2": [-0.1, 1.0, math.nan],
     "eps": [0.0, math.inf, math.nan],
     "clip": [-1.0, math.inf, math.nan],
-    "seed": [-1, 2**31],
+    "seed": [-1, 2**31, HUGE],
     "memory_limit": [0.0, -1.0, math.inf, math.nan],
 }
 
@@ -98,6 +100,33 @@ def test_the_example_is_valid():
 def test_a_value_that_makes_no_sense_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must be "):
         replace(GOOD, **{name: value}).check()
+
+
+@pytest.mark.parametrize("name", [name for name, values in BAD.items() if math.inf in values])
+def test_of_infinity_it_is_not_said_that_it_is_too_small(name):
+    with pytest.raises(ConfigError, match=rf"^{name} is inf; it must be .*finite"):
+        replace(GOOD, **{name: math.inf}).check()
+
+
+NUMERIC = [f.name for f in fields(TrainConfig) if re.search(r"\b(int|float)\b", str(f.type))]
+
+
+def test_all_numeric_settings_have_bounds():
+    assert set(NUMERIC) == set(BAD) | {"rank_pattern", "alpha_pattern"}
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("name", NUMERIC)
+def test_a_number_of_hundreds_of_digits_is_refused_by_name(tmp_path, name, digits):
+    """Too long for a float, and at last for Python to print."""
+    given = {"q_proj": 10**digits} if "pattern" in name else 10**digits
+    with pytest.raises(ConfigError, match=rf"^here: {name}(\.q_proj)? is a whole number of"):
+        from_dict({"model": "m", name: given}, "here")
+    text = "1" + "0" * digits
+    with pytest.raises(ConfigError, match=r"^\S*run\.yaml(: | is not valid YAML)"):
+        from_yaml(
+            write(tmp_path, f"{name}: {{q: {text}}}" if "pattern" in name else f"{name}: {text}")
+        )
 
 
 @pytest.mark.parametrize("name", ["model", "data", "out"])

@@ -6,7 +6,7 @@ import pytest
 from krnl.backends.cpu import CpuBackend
 from krnl.backends.reference import ReferenceBackend
 from krnl.bench.baselines import AGREEMENT
-from krnl.bench.shapes import SHAPES
+from krnl.bench.models import SHAPES
 from krnl.bench.tables import layer, step
 from krnl.bench.workloads import (
     BlockShape,

@@ -38,6 +38,9 @@ commands:
 def main() -> None:
     """Entry point: exits with 0, with 2 for a user's mistake, 1 for a failure, 3 where a figure
     would not be worth printing, 130 after Ctrl-C."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before the program began
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open to the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × or – gets a ?
@@ -99,10 +102,16 @@ def _complain(message: str, code: int) -> int:
 
 
 def _console(markup: bool = True) -> "Console":
-    """Standard output. Where it is no terminal, tables are not squeezed."""
+    """Standard output. Where it is no terminal, tables are not squeezed. When its reader has gone,
+    nothing more is said, and the command does the rest of its work."""
     from rich.console import Console
 
-    return Console(markup=markup, width=None if sys.stdout.isatty() else 160)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            _abandon_output()
+
+    return Output(markup=markup, width=None if sys.stdout.isatty() else 160)
 
 
 def _parse(kind: type, name: str, arguments: list[str], default: Any = None) -> Any:

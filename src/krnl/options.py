@@ -25,7 +25,10 @@ ROOM = 2**20  # bytes that have to be free for each file: about what they take
 
 @dataclass(frozen=True)
 class PlanOptions(TrainConfig):
-    """What a training run with these settings will hold, compute and launch."""
+    """What a training run with these settings will hold, compute and launch. The first word may be
+    the MODEL, a folder or hub id, or a FILE.yaml of settings. The answer is a plan, and no error,
+    even where it exceeds the memory and krnl train would refuse. Close to a limit the two may
+    differ by a few MiB that the process itself holds."""
 
     dispatches: bool = False
     """List every dispatch instead of a summary."""
@@ -33,8 +36,9 @@ class PlanOptions(TrainConfig):
 
 @dataclass(frozen=True)
 class ProfileOptions(TrainConfig):
-    """Where the time of a training pass goes: full capacity, random tokens. Settings of data,
-    updates and checkpoints are refused, and passed over in a file."""
+    """Where the time of a training pass goes: full capacity, random tokens. The first word may be
+    the MODEL, a folder or hub id, or a FILE.yaml of settings. Settings of data, updates and
+    checkpoints are refused, and passed over in a file."""
 
     documents: int = 1
     """Rows of equal length that the pass is made of."""
@@ -89,10 +93,11 @@ class BenchOptions:
     torch_python: str | None = None
     """The Python of an environment that has PyTorch."""
     variants: str = "eager"
-    """How PyTorch is run, separated by commas. step: eager, compile, graph (on CUDA). model: eager,
-    untuned (the allocator as it comes), compile, checkpointing, liger (on CUDA)."""
+    """How PyTorch is run, separated by commas. step: eager, compile; autotune, graph (on CUDA).
+    model: eager, untuned (the allocator as it comes), compile, checkpointing, liger (on CUDA)."""
     adapters: Literal["both", "16", "fp32"] = "both"
-    """The type of peers' adapters where the base has 16 bits: that of the base, or fp32."""
+    """The type of peers' adapters in the tables step and model, where the base has 16 bits: that of
+    the base, or fp32."""
     model: str | None = None
     """What the table model trains: smollm2-135m, qwen2.5-0.5b, llama-3.2-1b or llama-3.1-8b with
     random weights, or the folder of a checkpoint. The first if not given."""

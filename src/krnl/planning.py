@@ -19,9 +19,9 @@ from krnl.model import Model, imagined_weights, stored_dtype
 from krnl.models import config as model_config
 from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
-from krnl.training.budget import BudgetedPlan, memory_budget, plan_within
+from krnl.training.budget import LIMIT, BudgetedPlan, plan_within
 from krnl.training.config import TrainConfig
-from krnl.training.loop import adapter_config, load_data
+from krnl.training.loop import adapter_config, linear_layers, load_data, starting_adapter
 from krnl.training.memory import gib
 
 
@@ -46,14 +46,16 @@ def plan_run(config: TrainConfig, backend: Backend | Paper, activation: DType) -
     if has_weights:
         model = Model.open(str(folder))
         weights = model.weights(backend.limits.mapped_alignment)
-        # What they take in memory counts as the process's own.
+        # What these take in memory counts as the process's own, as in the run.
         loaded = load_data(config, model) if config.data else None
+        adapter, modules = starting_adapter(config, model)
+        paths = tuple(modules)
     else:
         alignment = backend.limits.mapped_alignment
         weights, loaded = imagined_weights(shape, stored_dtype(folder), alignment), None
-    adapter, paths = _adapter(config, shape)
+        adapter, paths = _adapter(config, shape)
     planned = plan_within(
-        memory_budget(backend, config.memory_limit),
+        config.memory_limit,
         config.recompute,
         shape,
         weights,
@@ -74,7 +76,7 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     capacity = training.programs.capacity
     console.print(
         f"[bold]{escape(planned.name)}[/] on {planned.backend.name} in {planned.precision}: "
-        f"passes of up to {capacity:,} tokens, adapters on {planned.layers} layers, "
+        f"passes of up to {capacity:,} tokens, adapters on {linear_layers(planned.layers)}, "
         f"{planned.trained:,} trained parameters"
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,
@@ -90,9 +92,10 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     if again := planned.plan.recomputed:
         console.print(again, highlight=False, soft_wrap=True)
     if isinstance(planned.backend, Paper):
+        unknown = ": the plan is right, but whether the memory there suffices is not known"
         console.print(
-            f"{planned.backend.name} is not on this machine: the plan is right, but whether the "
-            "memory there suffices is not known",
+            f"{planned.backend.name} is not on this machine"
+            + ("" if planned.plan.budget.source == LIMIT else unknown),
             soft_wrap=True,
         )
     if shortage := planned.plan.shortage():
@@ -132,7 +135,8 @@ def _print_dispatches(program: Plan, console: Console, every: bool) -> None:
 
 
 def _adapter(config: TrainConfig, shape: ModelConfig) -> tuple[AdapterConfig, tuple[str, ...]]:
-    """The adapter that the run would train, new or given, and the layers that it is on."""
+    """The adapter that the run would train, new or given, and the layers that it is on, without
+    weights to put it on."""
     if config.init_adapter is None:
         adapter = adapter_config(config)
         return adapter, adapter.select(linear_paths(shape))

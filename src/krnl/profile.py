@@ -21,7 +21,7 @@ from krnl.plan.lower import Dispatch
 from krnl.plan.op import LIVE
 from krnl.plan.step import Call
 from krnl.profile_names import direction, names, place
-from krnl.training.budget import memory_budget, plan_within
+from krnl.training.budget import plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loop import starting_adapter
 from krnl.training.session import Session
@@ -99,7 +99,7 @@ def profile_run(
     adapter, modules = starting_adapter(config, model)
     activation = activation_type(backend, config.precision)
     budgeted = plan_within(
-        memory_budget(backend, config.memory_limit),
+        config.memory_limit,
         config.recompute,
         model.config,
         model.weights(backend.limits.mapped_alignment),

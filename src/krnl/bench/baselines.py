@@ -37,7 +37,8 @@ THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-# Norms of the same gradient; rounding to bf16 moves them by far less.
+# Of norms of the same gradient or product, and of a product's first row; rounding to bf16 moves
+# them by far less.
 AGREEMENT = 0.01
 QUOTED = 100  # characters of what a worker should not have said
 DEVICES = {
@@ -48,10 +49,10 @@ PEERS = {"step": ("mlx", "torch"), "model": ("mlx", "torch"), "shapes": ("torch"
 # How PyTorch may be run, by table. MLX always runs a function that it compiled.
 TORCH_VARIANTS = {
     "shapes": ("eager",),
-    "step": ("eager", "compile", "graph"),
+    "step": ("eager", "compile", "autotune", "graph"),
     "model": ("eager", "untuned", "compile", "checkpointing", "liger"),
 }
-NEEDS_CUDA = ("graph", "liger")
+NEEDS_CUDA = ("autotune", "graph", "liger")
 
 Keys: TypeAlias = Mapping[str, type | UnionType]  # of an answer, and what they hold
 NUMBER = int | float

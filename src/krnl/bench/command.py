@@ -35,13 +35,14 @@ TABLES = {
     "layer": "a whole decoder layer forward and backward",
     "model": "training steps of named models: tokens/s and memory",
 }
-# What is trained or how long it is: the tables that heed each option.
+# Options that not every table heeds, and those that do.
 OF_TABLES = {
     "model": ("model",),
     "rows": ("model",),
     "length": ("model", "step"),
     "chat": ("model",),
     "memory_limit": ("model",),
+    "adapters": ("step", "model"),
 }
 LEAST_LENGTH = 16  # so that a third of a quarter is something to train
 LEAST_ROUNDS = 3  # of fewer, a median is no better than any of them, and quartiles say nothing
@@ -91,13 +92,14 @@ class Bench:
         """What decides what is measured, as on the command line."""
         given = {name: getattr(self, name) for name in OF_TABLES}
         given["against"] = ",".join(self.against) or None
-        given["variants"] = None if self.variants == ("eager",) else ",".join(self.variants)
-        given["adapters"] = None if self.adapters == "both" else self.adapters
-        named = {name.replace("_", "-"): value for name, value in given.items()}
+        given["variants"] = ",".join(self.variants)
+        named = {
+            name.replace("_", "-"): value
+            for name, value in given.items()
+            if value != getattr(BenchOptions, name)
+        }
         return " ".join(
-            f"--{name}" if value is True else f"--{name} {value}"
-            for name, value in named.items()
-            if value not in (None, False)
+            f"--{name}" if value is True else f"--{name} {value}" for name, value in named.items()
         )
 
 
@@ -105,7 +107,7 @@ def run_table(options: BenchOptions, console: Console) -> None:
     """What `krnl bench` does. Refused, and no figure printed, unless the machine is quiet or
     `force` is given."""
     check(options)
-    check_training(options)
+    check_table_options(options)
     against, variants = peers(options), chosen_variants(options)
     if not options.table and not options.relearn:
         list_tables(console)
@@ -157,12 +159,12 @@ def check(options: BenchOptions) -> None:
         )
 
 
-def check_training(options: BenchOptions) -> None:
-    """ConfigError for what a model is to be trained on, if it makes no sense or another table is
-    to be measured."""
+def check_table_options(options: BenchOptions) -> None:
+    """ConfigError for an option that the table does not heed, and for what is to be trained, if it
+    makes no sense."""
     given = {name: getattr(options, name) for name in OF_TABLES}
     for name, value in given.items():
-        if value not in (None, False) and options.table not in OF_TABLES[name]:
+        if value != getattr(BenchOptions, name) and options.table not in OF_TABLES[name]:
             tables = " and ".join(f"krnl bench {table}" for table in OF_TABLES[name])
             verb = "uses" if len(OF_TABLES[name]) == 1 else "use"
             raise ConfigError(f"{name} is given, and only {tables} {verb} it.")

@@ -140,7 +140,7 @@ def print_result(result: Result, console: Console) -> None:
         table.add_row(*(row[i] for i in filled))
     console.print(table, highlight=False, markup=False)
     lines = circumstances(result.machine, result.measurement) + [told(t) for t in result.tools]
-    if result.quick:
+    if result.quick and result.measurement is not None:
         lines.append(QUICK)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

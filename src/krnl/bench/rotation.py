@@ -11,8 +11,8 @@ from krnl.bench.products import Product, checked
 from krnl.bench.workloads import enough, replayed, warmed
 
 ROTATED_BYTES = 200_000_000  # of all copies together; the largest cache of a GPU has 50 to 130 MB
-LEAST_COPIES, MOST_COPIES = 2, 12
-LEAST_CALLS = 24  # in a program
+LEAST_COPIES, MOST_COPIES = 2, 20
+LEAST_CALLS = 20  # in a program
 
 
 class Rotation:
@@ -40,7 +40,7 @@ class Rotation:
             product.table or backend.kernels,
             product.inside,
         )
-        self.norm = float(np.linalg.norm(result.astype(np.float64)))
+        self.norm = float(np.linalg.norm(result))
         self.row = [float(value) for value in result[0]]
         self.repeats = enough(backend, lambda: self._seconds(1))
 

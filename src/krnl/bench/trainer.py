@@ -22,7 +22,7 @@ from krnl.errors import BackendError, KrnlError
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
 from krnl.models.config import ModelConfig, linear_paths
-from krnl.training.budget import memory_budget, plan_within
+from krnl.training.budget import plan_within
 from krnl.training.loss_scale import initial_scale
 from krnl.training.schedule import hyper
 from krnl.training.session import Session
@@ -121,7 +121,7 @@ def training_step(
     backend = open_backend(device)
     activation = activation_type(backend, precision)
     budgeted = plan_within(
-        memory_budget(backend, memory_limit),
+        memory_limit,
         "auto",
         model.config,
         model.weights(backend.limits.mapped_alignment),

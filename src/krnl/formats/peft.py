@@ -18,6 +18,7 @@ vLLM reads r and lora_alpha only, so an adapter with patterns has the right scal
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
+LARGEST_RANK = 2**16
 
 KEY = re.compile(re.escape(PREFIX) + r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -75,13 +77,16 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         for name, rank in (("rank", self.rank), *self.rank_pattern.items()):
-            if type(rank) is not int or rank < 1:
+            if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
                 raise ConfigError(
-                    f"LoRA rank must be a whole number of at least 1; {name} is {rank!r}."
+                    f"LoRA rank must be a whole number from 1 to {LARGEST_RANK:,}; {name} is "
+                    f"{rank!r}."
                 )
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
-            if not _is_number(alpha) or not 0 < alpha < math.inf:
-                raise ConfigError(f"LoRA alpha must be a number above 0; {name} is {alpha!r}.")
+            if not _is_number(alpha) or not 0 < alpha <= sys.float_info.max:
+                raise ConfigError(
+                    f"LoRA alpha must be a finite number above 0; {name} is {alpha!r}."
+                )
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ConfigError(f"LoRA dropout must be at least 0 and below 1, not {self.dropout!r}.")
         if not self.targets:
@@ -94,7 +99,7 @@ class AdapterConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"LoRA pattern {pattern!r} is no regular expression: {error}."
+                    f"LoRA pattern '{pattern}' is no regular expression: {error}."
                 ) from error
 
     def rank_for(self, path: str) -> int:
@@ -128,13 +133,19 @@ class AdapterConfig:
         for target in targets:
             if not any(matches(target, path) for path in linears):
                 names = ", ".join(dict.fromkeys(path.rsplit(".", 1)[-1] for path in linears))
+                meant = (
+                    "It is a regular expression for a layer's whole path"
+                    if isinstance(self.targets, str)
+                    else "A target is a layer's name or the end of its path, no regular expression"
+                )
                 raise ConfigError(
-                    f"LoRA target {target!r} matches no linear layer. The layers are {names}."
+                    f"LoRA target '{target}' matches no linear layer. {meant}; the layers are "
+                    f"{names}."
                 )
         selected = tuple(p for p in linears if any(matches(target, p) for target in targets))
         for pattern in [*self.rank_pattern, *self.alpha_pattern]:
             if not any(_pattern_matches(pattern, path) for path in selected):
-                raise ConfigError(f"LoRA pattern {pattern!r} matches none of the adapted layers.")
+                raise ConfigError(f"LoRA pattern '{pattern}' matches none of the adapted layers.")
         return selected
 
 

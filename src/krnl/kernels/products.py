@@ -1,8 +1,7 @@
 """How the calls of ops/gemm.py become matrix products, for any GPU: one for each member of a group,
 unless the members are summed.
 
-lora_swiglu is none of them: its two sums must meet before they are rounded, so it has a kernel of
-its own."""
+lora_swiglu is none of them: its two sums meet in act, so it has kernels of its own."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call, members
 
 PAIRS = 3  # q, k and v; an adapter's pair comes on top
+# How operands lie, by their places in CUDA's enum Layout.
+LAYOUTS = ("nn", "nt", "tn")
 
 
 @dataclass(frozen=True)

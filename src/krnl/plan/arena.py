@@ -102,10 +102,10 @@ def plan(
     if host_tables:
         others = _more_than_gathered(lowered)
         tables = [b for b in roots if b.kind is Kind.WEIGHT and not b.file and b not in others]
-        _reserve(layout, Kind.WEIGHT, [_resident(tables)], largest_block, host=True)
+        _reserve(layout, Kind.WEIGHT, [_lasting(tables)], largest_block, host=True)
     for kind in (Kind.WEIGHT, Kind.STATE, Kind.GRAD, Kind.INPUT):
         rest = [b for b in roots if b.kind is kind and b not in layout.places]
-        _reserve(layout, kind, [_resident(rest)], largest_block)
+        _reserve(layout, kind, [_lasting(rest)], largest_block)
     _reserve(layout, Kind.TEMP, [lifetimes(dispatches) for dispatches in lowered], largest_block)
     return [
         Plan(step.name, dispatches, layout, sum(b.nbytes for b in step.saved))
@@ -113,7 +113,7 @@ def plan(
     ]
 
 
-def _resident(buffers: Iterable[Buffer]) -> list[Lifetime]:
+def _lasting(buffers: Iterable[Buffer]) -> list[Lifetime]:
     """Of buffers that share their memory with nothing."""
     return [Lifetime(buffer, 0, 0) for buffer in buffers]
 

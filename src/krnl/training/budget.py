@@ -14,6 +14,8 @@ from krnl.training.config import Recompute
 from krnl.training.memory import MemoryUse, gib, memory_use
 from krnl.training.session import TrainingPlan, plan_programs, plan_training
 
+LIMIT = "--memory-limit"  # the source of a budget that was asked for
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -28,7 +30,7 @@ def memory_budget(backend: Backend | Paper, memory_limit: float | None) -> Budge
     device = Budget(backend.limits.memory, f"{backend.name} may use on this machine")
     if memory_limit is None or memory_limit * 2**30 >= device.nbytes:
         return device
-    return Budget(int(memory_limit * 2**30), "memory_limit")
+    return Budget(int(memory_limit * 2**30), LIMIT)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class BudgetedPlan:
     use: MemoryUse
     budget: Budget
     recompute: Recompute  # as it was asked for
+    auto_fits: bool = False  # where this plan exceeds the budget, another with auto would not
 
     @property
     def over(self) -> int:
@@ -51,29 +54,37 @@ class BudgetedPlan:
         programs = self.training.programs
         trained, again = programs.trained, programs.recomputed
         if again == "layer":
-            count, what = trained, "everything inside {} of {} layers is computed again"
+            count, what = trained, "everything inside {} is computed again"
         else:
-            count, what = min(again, trained), "gate and up of {} of {} layers are computed again"
+            count, what = min(again, trained), "gate and up of {} are computed again"
         if not count:
             return ""
+        layers = f"{count} of {trained} trained decoder {'layer' if trained == 1 else 'layers'}"
         chosen = self.recompute == "auto" and self.over <= 0
         why = f" to stay within {gib(self.budget.nbytes)}" if chosen else ""
-        return what.format(count, trained) + why
+        return what.format(layers) + why
 
     def shortage(self, lower: str = "--tokens") -> str:
-        """By how much the run exceeds its budget, and that `lower` is to be lowered; empty if it
-        does not."""
+        """By how much the run exceeds its budget, and what helps: that `lower` is lowered, unless
+        what is no activation exceeds it already. Empty if the run does not."""
         if self.over <= 0:
             return ""
         use, budget = self.use, self.budget
-        advice = f"lower {lower}"
-        if self.recompute in ("none", "mlp"):
-            advice += ", or leave --recompute at auto"
-        return (
+        activations = use.saved + use.temporaries
+        said = (
             f"This run needs {gib(use.total)}, which is {gib(self.over)} more than "
-            f"{budget.source} ({gib(budget.nbytes)}). {gib(use.saved + use.temporaries)} of it are "
-            f"activations: {advice}."
+            f"{budget.source} ({gib(budget.nbytes)}). "
         )
+        if (others := use.total - activations) > budget.nbytes:
+            advice = "raise the limit, or " if budget.source == LIMIT else ""
+            return (
+                f"{said}Weights, adapter and the rest alone take {gib(others)}, whatever the "
+                f"activations: {advice}choose a smaller model or rank."
+            )
+        advice = f"lower {lower}"
+        if self.auto_fits:
+            advice += ", or leave --recompute at auto"
+        return f"{said}{gib(activations)} of it are activations: {advice}."
 
     def check(self, lower: str = "--tokens") -> None:
         """PlanError that tells the shortage, if there is one."""
@@ -82,7 +93,7 @@ class BudgetedPlan:
 
 
 def plan_within(
-    budget: Budget,
+    memory_limit: float | None,
     recompute: Recompute,
     config: ModelConfig,
     weights: Weights,
@@ -92,17 +103,31 @@ def plan_within(
     activation: DType,
     tokens: int,
 ) -> BudgetedPlan:
-    """As `plan_training`. `recompute` auto: gate and up of the fewest layers that bring the run
-    within the budget are computed again, or, where those of all are not enough, whole layers. What
-    is returned may exceed the budget all the same."""
+    """As `plan_training`, within what the device has, or `memory_limit` GiB where those are less.
+    `recompute` auto: gate and up of the fewest layers that bring the run within this budget are
+    computed again, or, where those of all are not enough, whole layers. What is returned may exceed
+    the budget all the same."""
     fixed: dict[Recompute, Recomputed] = {"none": 0, "mlp": config.layers, "layer": "layer"}
     training = plan_training(
         config, weights, adapter, paths, backend, activation, tokens, fixed.get(recompute, 0)
     )
+    budget = memory_budget(backend, memory_limit)
     planned = BudgetedPlan(training, memory_use(training, backend), budget, recompute)
-    if recompute != "auto" or planned.over <= 0:
+    if planned.over <= 0 or recompute == "layer":
         return planned
-    return _recomputing_least(planned, backend)
+    if recompute == "auto":
+        return _recomputing_least(planned, backend)
+    return replace(planned, auto_fits=_recomputing(planned, "layer", backend).over <= 0)
+
+
+def _recomputing(
+    planned: BudgetedPlan, recomputed: Recomputed, backend: Backend | Paper
+) -> BudgetedPlan:
+    """The same run with another choice."""
+    training = plan_programs(planned.training.programs.recomputing(recomputed), backend)
+    # What the process holds is no matter of this choice, and the plans tried add to it.
+    use = replace(memory_use(training, backend), process=planned.use.process)
+    return replace(planned, training=training, use=use)
 
 
 def _recomputing_least(keeping: BudgetedPlan, backend: Backend | Paper) -> BudgetedPlan:
@@ -110,10 +135,7 @@ def _recomputing_least(keeping: BudgetedPlan, backend: Backend | Paper) -> Budge
     programs = keeping.training.programs
 
     def again(recomputed: Recomputed) -> BudgetedPlan:
-        training = plan_programs(programs.recomputing(recomputed), backend)
-        # What the process holds is no matter of this choice, and the plans tried add to it.
-        use = replace(memory_use(training, backend), process=keeping.use.process)
-        return replace(keeping, training=training, use=use)
+        return _recomputing(keeping, recomputed, backend)
 
     # A layer that computes its own again saves no more than this, so none is passed over.
     width, size = programs.decoder.config.intermediate_size, programs.decoder.activation.size

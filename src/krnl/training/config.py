@@ -10,13 +10,18 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from krnl.errors import ConfigError
+from krnl.formats.peft import LARGEST_RANK
+
+MOST = 2**31 - 1  # of whatever is counted
+LONGEST = 64  # bits of a whole number that is looked at: thousands cannot even be printed
 
 Recompute = Literal["auto", "none", "mlp", "layer"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Fine-tune a model with LoRA."""
+    """Fine-tune a model with LoRA. The first word may be a FILE.yaml of settings, over which flags
+    win."""
 
     model: str = ""
     """Folder with config.json and safetensors, or a Hugging Face hub id."""
@@ -27,10 +32,11 @@ class TrainConfig:
     out: str = "adapter"
     """Folder for the adapter (PEFT format), metrics, picture and checkpoints."""
     device: Literal["auto", "cpu", "metal", "cuda", "reference"] = "auto"
-    """What computes. auto: Metal on a Mac with Apple silicon, else the CPU."""
+    """What computes. auto: Metal on a Mac with Apple silicon, CUDA where it can be used, else the
+    CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations; sums are float32 in any case. auto: fp16 on Metal; on the CPU bf16 where
-    it computes in bf16, else fp32. fp16 comes with dynamic loss scaling."""
+    """Type of activations; sums are float32 in any case. auto: fp16 on Metal, bf16 on CUDA; on the
+    CPU bf16 where it computes in bf16, else fp32. fp16 comes with dynamic loss scaling."""
 
     rank: int = 16
     """Rank of the adapters."""
@@ -96,8 +102,8 @@ class TrainConfig:
     of every layer; layer: everything inside layers. auto: gate and up of as few layers as the
     memory asks for, everything only if that is not enough."""
     memory_limit: float | None = None
-    """GiB that the run may take; by default all that the device has. It does not start if it needs
-    more."""
+    """GiB that the run may take, a number such as 16; by default all that the device has. It does
+    not start if it needs more."""
     show: int | None = None
     """Print this many rows with the trained tokens in colour, and stop."""
 
@@ -114,7 +120,7 @@ class TrainConfig:
             raise ConfigError("out is empty: give a folder for the adapter.")
         self._require("tokens", lambda v: 2 <= v < 2**24, "from 2 to 16,777,215")
         for name in ("batch_size", "epochs", "steps", "eval_every", "save_every", "show"):
-            self._require(name, lambda v: v is None or v >= 1, "at least 1")
+            self._require(name, lambda v: v is None or 1 <= v <= MOST, f"from 1 to {MOST:,}")
         self._require(
             "max_length",
             lambda v: v is None or 2 <= v <= self.tokens,
@@ -124,16 +130,16 @@ class TrainConfig:
             raise ConfigError(
                 "targets holds all-linear and others; give all-linear alone, or names."
             )
-        self._require("rank", lambda v: v >= 1, "at least 1")
-        self._require("alpha", lambda v: 0 < v < math.inf, "above 0")
+        self._require("rank", lambda v: 1 <= v <= LARGEST_RANK, f"from 1 to {LARGEST_RANK:,}")
+        self._require("alpha", lambda v: 0 < v < math.inf, "a finite number above 0")
         self._require("dropout", lambda v: 0 <= v < 1, "at least 0 and below 1")
-        self._require("lr", lambda v: 0 < v < math.inf, "above 0")
-        self._require("warmup", lambda v: v >= 0, "at least 0")
-        self._require("weight_decay", lambda v: 0 <= v < math.inf, "at least 0")
+        self._require("lr", lambda v: 0 < v < math.inf, "a finite number above 0")
+        self._require("warmup", lambda v: 0 <= v <= MOST, f"from 0 to {MOST:,}")
+        self._require("weight_decay", lambda v: 0 <= v < math.inf, "finite and at least 0")
         self._require("beta1", lambda v: 0 <= v < 1, "at least 0 and below 1")
         self._require("beta2", lambda v: 0 <= v < 1, "at least 0 and below 1")
-        self._require("eps", lambda v: 0 < v < math.inf, "above 0")
-        self._require("clip", lambda v: 0 <= v < math.inf, "at least 0")
+        self._require("eps", lambda v: 0 < v < math.inf, "a finite number above 0")
+        self._require("clip", lambda v: 0 <= v < math.inf, "finite and at least 0")
         self._require("seed", lambda v: 0 <= v < 2**31, "at least 0 and below 2³¹")
         check_memory_limit(self.memory_limit)
         if self.resume and self.overwrite:
@@ -148,7 +154,7 @@ class TrainConfig:
 def check_memory_limit(gib: float | None) -> None:
     """ConfigError for a limit that is no number of GiB."""
     if gib is not None and not 0 < gib < math.inf:
-        raise ConfigError(f"memory_limit is {gib}; it must be above 0.")
+        raise ConfigError(f"memory_limit is {gib}; it must be a finite number above 0.")
 
 
 def from_yaml(path: Path) -> TrainConfig:
@@ -163,7 +169,7 @@ def from_yaml(path: Path) -> TrainConfig:
         raise ConfigError(f"{path} does not exist.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for what looks like a date
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold settings such as 'rank: 16', one a line.")
@@ -196,6 +202,10 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 def _convert(where: str, value: Any, hint: Any) -> Any:
     """A YAML value as a type of the dataclass. YAML reads 1e-4 as text, 2 as a whole number, one
     name as no list."""
+    if isinstance(value, int) and value.bit_length() > LONGEST:
+        raise ConfigError(
+            f"{where} is a whole number of {value.bit_length():,} bits; no setting has so many."
+        )
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:  # X | None
         return None if value is None else _convert(where, value, arguments[0])

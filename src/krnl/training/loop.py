@@ -21,7 +21,7 @@ from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
 from krnl.formats.peft import AdapterConfig, Modules, write_adapter
 from krnl.model import Model, initial_modules
 from krnl.training import folder
-from krnl.training.budget import memory_budget, plan_within
+from krnl.training.budget import plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loss_scale import LossScale, initial_scale
 from krnl.training.memory import gib
@@ -170,7 +170,7 @@ class Run:
         self.backend = open_backend(config.device)
         self.activation = activation_type(self.backend, config.precision)
         self.plan = plan_within(
-            memory_budget(self.backend, config.memory_limit),
+            config.memory_limit,
             config.recompute,
             model.config,
             model.weights(self.backend.limits.mapped_alignment),
@@ -355,7 +355,7 @@ class Run:
         trained = sum(a.size + b.size for a, b in modules.values())
         self.console.print(
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
-            f"{len(modules)} layers, {trained:,} trained parameters, at most "
+            f"{linear_layers(len(modules))}, {trained:,} trained parameters, at most "
             f"{gib(self.plan.use.total)} of memory\n"
             + (f"{again}\n" if (again := self.plan.recomputed) else "")
             + f"{len(self.order):,} updates of up to {self.config.batch_size} rows\n"
@@ -371,6 +371,11 @@ class Run:
                 "would scale this adapter wrongly",
                 soft_wrap=True,
             )
+
+
+def linear_layers(count: int) -> str:
+    """So many matrices that have an adapter, for people."""
+    return f"{count} linear {'layer' if count == 1 else 'layers'}"
 
 
 def _perplexity(loss: float) -> float:

@@ -1,8 +1,8 @@
 """What the report names as its next step: a whole decoder layer, attention included."""
 
 from krnl.bench.command import Bench
+from krnl.bench.models import SHAPES
 from krnl.bench.results import Result, milliseconds
-from krnl.bench.shapes import SHAPES
 from krnl.bench.workloads import decoder_layer
 from krnl.devices import precision_name
 from krnl.models.config import parse

@@ -20,8 +20,8 @@ from krnl.bench.baselines import (
     tools,
 )
 from krnl.bench.command import Bench
+from krnl.bench.models import SHAPES, write
 from krnl.bench.results import Result, memory, timed
-from krnl.bench.shapes import SHAPES, write
 from krnl.bench.trainer import Rows, Trainer, Update
 from krnl.bench.workloads import warmed
 from krnl.devices import precision_name

@@ -4,6 +4,7 @@ PyTorch, with operands that come from memory and not from a cache."""
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -71,34 +72,42 @@ def run(bench: Bench) -> Result:
     precision, found = precision_name(activation), shapes(backend, bench.quick)
     python = bench.against.get("torch")
     contestants: dict[str, Callable[[], float]] = {}
-    workers: list[tuple[str, Worker]] = []
+    # All are built before any worker is there to disturb the timing of what a turn is made of.
+    rotations = {
+        shape: Rotation(
+            Product(shape.layout, shape.m, shape.n, shape.k, activation, activation), backend
+        )
+        for shape in found
+    }
+    workers: dict[Shape, Worker] = {}
     with ExitStack() as stack:
-        for shape in found:
-            product = Product(shape.layout, shape.m, shape.n, shape.k, activation, activation)
-            rotation = Rotation(product, backend)
+        if python is not None:
+            workers = _started(stack, python, rotations, backend, precision)
+        for shape, rotation in rotations.items():
             contestants[shape.ours] = rotation.turn
-            if python is not None:
-                path, given = script("torch_products.py"), arguments(shape, rotation, precision)
-                worker = start("torch", python, path, given, backend, first=SAID)
-                stack.enter_context(worker)
-                check(shape.theirs, worker.hello, rotation)
-                contestants[shape.theirs] = _product_seconds(worker, rotation.calls)
-                workers.append(("torch", worker))
+            if shape in workers:
+                check(shape.theirs, workers[shape].hello, rotation)
+                contestants[shape.theirs] = _product_seconds(workers[shape], rotation.calls)
         measured = bench.gate.measure(contestants, bench.rounds)
     entries: list[Entry] = []
     ratios: dict[Shape, float] = {}
     for shape in found:
-        notes = ["added to a sum in fp32"] if shape.layout == "tn" else []
-        if python is not None:
-            ratios[shape] = measured.median(shape.theirs) / measured.median(shape.ours)
-            notes.append("ratio to torch")
-        note = "; ".join(notes)
-        entries.append(_entry(measured, shape, shape.ours, note, ratios.get(shape)))
-        if python is not None:
-            entries.append(_entry(measured, shape, shape.theirs))
+        ours, theirs = notes(shape, backend, precision)
+        ratio = None
+        if shape in workers:
+            ratio = measured.median(shape.theirs) / measured.median(shape.ours)
+            ours = "; ".join(filter(None, (ours, "ratio to torch")))
+            if alike(shape, backend):
+                ratios[shape] = ratio
+            else:
+                ours += ", which is in no mean"
+        entries.append(_entry(measured, shape, shape.ours, ours, ratio))
+        if shape in workers:
+            entries.append(_entry(measured, shape, shape.theirs, theirs))
     entries += means(ratios)
     title = f"Products of models' layers in {precision}, m × n × k, operands from memory"
-    return bench.result("shapes", title, measured, entries, tools(workers))
+    took_part = [("torch", worker) for worker in workers.values()]
+    return bench.result("shapes", title, measured, entries, tools(took_part))
 
 
 def shapes(backend: Backend, quick: bool) -> list[Shape]:
@@ -134,8 +143,21 @@ def check(name: str, hello: Mapping[str, Any], rotation: Rotation) -> None:
     check_agreement(name, "its first row, along KRNL's,", along, length, AGREEMENT)
 
 
+def alike(shape: Shape, backend: Backend) -> bool:
+    """Whether both sides do the same: only on CUDA does PyTorch add a product to a sum in fp32."""
+    return shape.layout != "tn" or backend.name == "cuda"
+
+
+def notes(shape: Shape, backend: Backend, precision: str) -> tuple[str, str]:
+    """What KRNL and what PyTorch does with a product of this layout, where that is to be said."""
+    if shape.layout != "tn":
+        return "", ""
+    added = "added to a sum in fp32"
+    return added, added if alike(shape, backend) else f"written once, in {precision}"
+
+
 def means(ratios: Mapping[Shape, float]) -> list[Entry]:
-    """Of each group and of all; nothing without a peer."""
+    """Geometric ones, of each group and of all; nothing without a peer."""
     groups: dict[str, list[float]] = {}
     for shape, ratio in ratios.items():
         groups.setdefault(shape.group, []).append(ratio)
@@ -144,12 +166,38 @@ def means(ratios: Mapping[Shape, float]) -> list[Entry]:
     return [
         Entry(
             f"mean ratio, {name}",
-            statistics.mean(values),
+            statistics.geometric_mean(values),
             "of torch's speed",
-            note=f"{len(values)} shapes",
+            note=f"geometric, of {len(values)} shapes",
         )
         for name, values in groups.items()
     ]
+
+
+def _started(
+    stack: ExitStack,
+    python: str,
+    rotations: Mapping[Shape, Rotation],
+    backend: Backend,
+    precision: str,
+) -> dict[Shape, Worker]:
+    """A worker for each shape, all of them closed with `stack`. They start side by side: each takes
+    seconds until it has what it imports."""
+    path = script("torch_products.py")
+    starting: dict[Shape, Future[Worker]] = {}
+    with ThreadPoolExecutor(max_workers=len(rotations)) as pool:
+        for shape, rotation in rotations.items():
+            given = arguments(shape, rotation, precision)
+            future = pool.submit(start, "torch", python, path, given, backend, first=SAID)
+            stack.callback(_close, future)
+            starting[shape] = future
+    return {shape: future.result() for shape, future in starting.items()}
+
+
+def _close(starting: Future[Worker]) -> None:
+    """Ends a worker, if it ever began."""
+    if not starting.cancel() and starting.exception() is None:
+        starting.result().close()
 
 
 def _product_seconds(worker: Worker, calls: int) -> Callable[[], float]:

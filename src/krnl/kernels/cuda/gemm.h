@@ -1,5 +1,5 @@
-// What the kernels of the matrix products in ops/gemm.py have in common, however they multiply: sums of up to three
-// products and an adapter's. gemm_chunks.py says how they are launched.
+// What gemm_simt.cu and gemm_mma.cu have in common: sums of up to three products and an adapter's. gemm_chunks.py says
+// how they are launched.
 #pragma once
 #include "common.h"
 #include "layout.h"

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import Launch, pack, pieces
-from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
+from krnl.kernels.products import LAYOUTS, PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 
-LAYOUTS = ("nn", "nt", "tn")  # enum Layout
 STEP = 32  # values of K that are staged together
 REDUCE_THREADS = 256
 BLOCKS = 2  # that run on a multiprocessor, at the least

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from krnl.dtypes import BF16, F16
 from krnl.kernels.cuda import gemm_chunks
-from krnl.kernels.cuda.gemm_chunks import LAYOUTS, STEP, Tile
+from krnl.kernels.cuda.gemm_chunks import STEP, Tile
 from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import Launch
-from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
+from krnl.kernels.products import LAYOUTS, PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 

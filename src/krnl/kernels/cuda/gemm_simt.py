@@ -1,10 +1,10 @@
 """Launches of the matrix products of any types, shapes and strides (gemm_simt.cu)."""
 
 from krnl.kernels.cuda import gemm_chunks
-from krnl.kernels.cuda.gemm_chunks import LAYOUTS, Tile
+from krnl.kernels.cuda.gemm_chunks import Tile
 from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import Launch
-from krnl.kernels.products import PAIRS, Epilogue, Product, inputs
+from krnl.kernels.products import LAYOUTS, PAIRS, Epilogue, Product, inputs
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
 

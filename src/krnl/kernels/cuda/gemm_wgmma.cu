@@ -48,7 +48,7 @@ struct Results {
   void *gate, *up, *dgate, *dup;
 };
 
-template <Layout kLayout, int kTileM, int kTileN, int kStages, typename T>
+template <Layout kLayout, int kTileM, int kTileN>
 struct Ring {
   static constexpr bool kAlongM = kLayout == kTN, kAlongN = kLayout != kNT;
   static constexpr int kBytesA = kTileM * kDepth * 2, kBytesB = kTileN * kDepth * 2, kBytes = kBytesA + kBytesB;
@@ -60,7 +60,7 @@ struct Ring {
   __device__ uint8 *b(int stage) const { return a(stage) + kBytesA; }
 };
 
-// Where a ring's user is: the stage, and the parity of the phase.
+// Where the user of so many barriers is that are taken in turn: at which, and in which parity of its phase.
 template <int kStages>
 struct Turn {
   int stage = 0, parity = 0;
@@ -91,7 +91,7 @@ struct Step {
 template <typename T, Layout kLayout, Epilogue kEpilogue, int kTileM, int kTileN, int kStages, int kSplit,
           bool kHandsOver>
 struct Kernel {
-  using Operands = Ring<kLayout, kTileM, kTileN, kStages, T>;
+  using Operands = Ring<kLayout, kTileM, kTileN>;
   static constexpr int kConsumers = kTileM / 64;
   static constexpr bool kAlongM = Operands::kAlongM, kAlongN = Operands::kAlongN;
   // With SwiGLU a tile holds as many columns of gate as of up.
@@ -109,8 +109,8 @@ struct Kernel {
   // go at a time, which leaves room for one more stage of the ring; the others wait in registers as 16-bit elements.
   using Handed = Staging<T, kTileN / 2>;
   static constexpr int kGroups = kTileN / 32;  // of 16 columns, in a half
-  using Rest = uint32[kGroups][4];
-  static constexpr int kSenders = kConsumers * kWarpgroup / kWarp, kWriters = kWarpgroup / kWarp - 1;
+  using Half = uint32[kGroups][4];
+  static constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / kWarp, kWriters = kWarpgroup / kWarp - 1;
 
   const Maps &maps;
   const Shape &shape;
@@ -196,9 +196,9 @@ struct Kernel {
 
   __device__ void multiply() {
     Turn<kStages> turn;
-    Turn<1> writer;
+    Turn<1> handing;
     float sums[kSums];
-    Rest rest;
+    Half rest;
     bool rests = false;
     for (int index = blockIdx.x / kSplit; index < tiles(); index += gridDim.x / kSplit) {
       const Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
@@ -207,7 +207,7 @@ struct Kernel {
       begin(tile, sums);
       int running = -1;  // the stage whose products may still run
       for (int i = first_step(all); i < end_step(all); i++, turn.next()) {
-        if (kHandsOver && rests && i == all / 2) hand_over(rest, writer);
+        if (kHandsOver && rests && i == all / 2) hand_over(rest, handing);
         wait(&ring.full[turn.stage], turn.parity);
         if (kLayout == kTN) forget_dead_rows(turn.stage, live - step(tile.member, i).k);
         begin_products();
@@ -225,9 +225,9 @@ struct Kernel {
       pin(sums);
       if (running >= 0) release(running);
       if constexpr (kHandsOver) {
-        Rest first;
+        Half first;
         pack_half<0>(sums, first);
-        hand_over(first, writer);
+        hand_over(first, handing);
         pack_half<1>(sums, rest);
         rests = true;
       } else if constexpr (kSplit > 1) {
@@ -238,7 +238,7 @@ struct Kernel {
         finish(tile, sums);
       }
     }
-    if (kHandsOver && rests) hand_over(rest, writer);
+    if (kHandsOver && rests) hand_over(rest, handing);
   }
 
   // Sums begin with the residual, where there is one: it comes while the first operands do. Nothing branches around
@@ -395,7 +395,7 @@ struct Kernel {
 
   // Half of the columns; with SwiGLU, of gate and then of up.
   template <int kHalf>
-  __device__ __forceinline__ static void pack_half(const float (&sums)[kSums], Rest &half) {
+  __device__ __forceinline__ static void pack_half(const float (&sums)[kSums], Half &half) {
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {
       constexpr int kOfGate = kEpilogue == kSwiglu ? kGroups / 2 : kGroups;
@@ -405,7 +405,7 @@ struct Kernel {
     }
   }
 
-  __device__ __forceinline__ void hand_over(const Rest &half, Turn<1> &turn) {
+  __device__ __forceinline__ void hand_over(const Half &half, Turn<1> &turn) {
     wait(&taken[warp()], turn.parity ^ 1);
     turn.next();
     const Handed rows{staging + warp() * Handed::kBytes};
@@ -421,10 +421,10 @@ struct Kernel {
     T *const gate = static_cast<T *>(results.gate), *const up = static_cast<T *>(results.up);
     T *const dgate = static_cast<T *>(results.dgate), *const dup = static_cast<T *>(results.dup);
     Turn<1> turn;
-    for (int half = 0, index = blockIdx.x; index < tiles(); index += half * gridDim.x, half ^= 1, turn.next()) {
+    for (int part = 0, index = blockIdx.x; index < tiles(); index += part * gridDim.x, part ^= 1, turn.next()) {
       Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
-      tile.column += half * kColumns / 2;
-      for (int sender = writer; sender < kSenders; sender += kWriters) {
+      tile.column += part * kColumns / 2;
+      for (int sender = writer; sender < kMultiplyingWarps; sender += kWriters) {
         const int row = tile.row + sender * 16;
         const uint8 *const sums = staging + sender * Handed::kBytes;
         const Part part{rows() - row, shape.member[0].columns - tile.column,
@@ -509,14 +509,14 @@ __global__ void __launch_bounds__((kTileM / 64 + 1) * kWarpgroup, 1)
   using Kernel = Kernel<T, Layout(kLayout), Epilogue(kEpilogue), kTileM, kTileN, kStages, kSplit, kHandsOver>;
   // 1,024 bytes is the period of the swizzle.
   extern __shared__ __align__(1024) uint8 tiles[];
-  __shared__ uint64 full[kStages], empty[kStages], handed[Kernel::kSenders], taken[Kernel::kSenders];
+  __shared__ uint64 full[kStages], empty[kStages], handed[Kernel::kMultiplyingWarps], taken[Kernel::kMultiplyingWarps];
   let_next_start();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; stage++) {
       init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], Kernel::kSenders);
+      init_barrier(&empty[stage], Kernel::kMultiplyingWarps);
     }
-    for (int sender = 0; kHandsOver && sender < Kernel::kSenders; sender++) {
+    for (int sender = 0; kHandsOver && sender < Kernel::kMultiplyingWarps; sender++) {
       init_barrier(&handed[sender], 1);
       init_barrier(&taken[sender], 1);
     }

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from krnl.dtypes import BF16, F16
-from krnl.kernels.cuda.gemm_chunks import LAYOUTS
 from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
 from krnl.kernels.launch import Launch, TensorMap, pack, pieces
 from krnl.kernels.products import (
+    LAYOUTS,
     PAIRS,
     Epilogue,
     Pair,
@@ -26,12 +26,16 @@ STORE, STORE_FLOATS, ACCUMULATE, ACCUMULATE_ACROSS, SWIGLU, SWIGLU_BACKWARD = ra
 MEMBERS = 3  # results that one launch computes side by side
 DEPTH, STRIP = 64, 64  # of a tile in K; what a swizzled row holds along M or N
 WARPGROUP = 128
-# In a clock, while all of them work, a multiprocessor multiplies so much of 2,048 pairs, fetches
-# and writes so many bytes, and has so many of those that the GPU's memory moves: fitted to what an
-# H200 took.
-EFFICIENCY, FETCHED, WRITTEN, MOVED = 0.95, 48, 14, 18
-# Clocks: of a step, however small; until the blocks of a cluster have one another's sums.
+# What a multiprocessor does in a clock while all of them work, fitted to what an H200 took.
+MULTIPLIED = 0.95 * 2048  # pairs of elements
+FETCHED = 48  # bytes of operands, from the cache
+WRITTEN = 14  # bytes of results
+MOVED = 18  # bytes that come from the GPU's memory or go there: its part of what that moves
+# Clocks of a step, however small; and until the blocks of a cluster have one another's sums.
 STEP, EXCHANGE = 600, 4000
+# Where memory is what all wait for, those tilings are best that are otherwise least busy: so much
+# of it counts.
+HIDDEN = 1 / 16
 SHARED_BYTES = 226 << 10  # of the 227 KiB that a block may have; barriers take the rest
 FEWEST_STAGES, MOST_STAGES = 3, 8
 
@@ -57,7 +61,10 @@ class Tiling:
         return 2 * DEPTH * (self.rows + self.columns)
 
     def staging_bytes(self, kind: int) -> int:
-        """Shared memory of the epilogue: results on their way to memory, and what it reads."""
+        """Shared memory of the epilogue: results on their way to memory, and what it reads. Floats
+        go there from registers."""
+        if kind in (STORE_FLOATS, ACCUMULATE, ACCUMULATE_ACROSS):
+            return 0
         if self.hands_over:  # sums of half a tile
             return self.rows * (self.columns + 16)
         columns = (self.columns // 2 if kind == SWIGLU else self.columns) // self.split
@@ -82,7 +89,7 @@ class Tiling:
         operands, and then written."""
         waves = pieces(job.tiles(self), target.clusters(self.split))
         area = self.rows * self.columns
-        step = max(area * DEPTH / 2048 / EFFICIENCY, self.stage_bytes / FETCHED, STEP)
+        step = max(area * DEPTH / MULTIPLIED, self.stage_bytes / FETCHED, STEP)
         multiply = pieces(job.steps, self.split) * step
         finish = area * job.written_bytes / WRITTEN / self.split
         if self.hands_over:
@@ -90,8 +97,7 @@ class Tiling:
         else:
             busy = waves * (multiply + finish)
         moving = job.moved_bytes / MOVED / target.multiprocessors
-        # Where memory is what all wait for, those are best that are otherwise least busy.
-        return max(busy, moving) + busy / 16 + waves * EXCHANGE * (self.split > 1)
+        return max(busy, moving) + HIDDEN * busy + waves * EXCHANGE * (self.split > 1)
 
 
 TILINGS = [
@@ -134,12 +140,12 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Along K, at full capacity."""
+        """Along K, at full capacity; of gate and up as if up had no adapter."""
         return sum(pieces(pair.depth, DEPTH) for pair in self.first.all_pairs)
 
     @property
     def written_bytes(self) -> int:
-        """For an element of the sums; what the epilogue reads counts too."""
+        """For an element of the sums; what is read beside the operands counts too."""
         return {
             STORE_FLOATS: 4,
             ACCUMULATE: 8,
@@ -257,7 +263,12 @@ class Job:
             adapter.append(_map_b(member, pair, width) if pair else None)
         if self.kind == SWIGLU and u[0] and u[1]:  # one step takes what is gate's and what is up's
             u[0] = replace(u[0], columns=u[0].columns + u[1].columns)
-        return (*_three(a), *_three(b), *_three(u), *_three(adapter))
+        return (
+            *_padded(a, PAIRS),
+            *_padded(b, PAIRS),
+            *_padded(u, MEMBERS),
+            *_padded(adapter, MEMBERS),
+        )
 
     def _results(self) -> tuple[Buffer | None, ...]:
         """struct Results."""
@@ -266,9 +277,9 @@ class Job:
         swiglu: Sequence[Buffer | None] = first.swiglu or (None,) * 4
         if self.act is not None:
             y, swiglu = [self.act], (*y, None, None)
-        scales = _three([e.scale for e in epilogues])
-        biases = _three([e.bias for e in epilogues])
-        return (*_three(y), *scales, *biases, first.residual, *swiglu)
+        scales = _padded([e.scale for e in epilogues], MEMBERS)
+        biases = _padded([e.bias for e in epilogues], MEMBERS)
+        return (*_padded(y, MEMBERS), *scales, *biases, first.residual, *swiglu)
 
     def _shape(self, tiling: Tiling) -> bytes:
         """struct Shape."""
@@ -336,5 +347,5 @@ def _map_b(product: Product, pair: Pair, columns: int) -> TensorMap:
     return TensorMap(pair.b, pair.depth, product.columns, pair.b_stride, DEPTH, STRIP)
 
 
-def _three(found: Sequence[Any]) -> list[Any]:
-    return [*found, *[None] * (3 - len(found))]
+def _padded(found: Sequence[Any], count: int) -> list[Any]:
+    return [*found, *[None] * (count - len(found))]
