@@ -9,7 +9,8 @@ first is KRNL; or a list of what was not measured. To measure a table anew, or f
 
 A file is called bench-TABLE-DEVICE.json. What else tells it from others of its table stands behind
 the device: bench-step-cuda-4096.json, bench-model-cuda-llama-3.2-1b-4x2048.json. Results stand on
-the page as krnl bench lists their tables, and those of one table by the names of their files.
+the page as krnl bench lists their tables, and those of one table by the names of their files. What
+a reader must know besides, add to the file as "remark".
 """
 
 import argparse
@@ -169,17 +170,18 @@ def table(content: dict[str, Any]) -> Iterator[str]:
     """A result of `krnl bench`."""
     result = from_json(_known(content))
     machine, measurement = result.machine, result.measurement
-    yield f"## {result.title} (`{result.asked}`)"
+    yield f"## {result.title}, on {machine.device}"
     driver = [f"driver {machine.driver}"] * bool(machine.driver)
     ours = ", ".join([machine.device, machine.system, *driver, f"krnl {machine.krnl}"])
     if measurement is None:
-        yield wrapped(f"{ours}. None of it can be measured there.")
+        yield wrapped(f"`{result.asked}`; {ours}. None of it can be measured there.")
         return
     where = "; ".join([ours, *map(told, result.tools), f"medians of {result.rounds} rounds"])
     quiet = "; ".join([*controls(measurement), measurement.condition.describe()])
-    yield circumstances(measurement.when, where, quiet)
-    if "converted" in content:
-        yield wrapped(content["converted"])
+    yield circumstances(measurement.when, f"`{result.asked}`; {where}", quiet)
+    for key in ("converted", "remark"):
+        if key in content:
+            yield wrapped(content[key])
     rows = [cells(entry, result.trusted) for entry in result.entries if entry.value is not None]
     yield grid(HEADS, rows)
 

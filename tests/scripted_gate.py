@@ -57,11 +57,13 @@ class Bench:
     ):
         self.step = step
         self.time, self.rates, self.events = 0.0, list(rates), []
+        self.rests: list[tuple[int, float]] = []  # behind how many events, and seconds
         self.store = ReferenceStore(path)
         self.condition = condition
         self.gate = Gate(
             [Probe("metal", KEY, self.control)], self.store, lambda: lambda: self.condition,
             lambda: self.time, lambda: NOON + timedelta(seconds=self.time), force,
+            lambda seconds: self.rests.append((len(self.events), seconds)),
         )  # fmt: skip
 
     def control(self) -> float:

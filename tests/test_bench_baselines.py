@@ -30,7 +30,7 @@ from krnl.bench.baselines import (
 )
 from krnl.bench.blas import blas_name, blas_with_threads
 from krnl.bench.models import SHAPES
-from krnl.bench.products import BlasProduct, Product, drawn
+from krnl.bench.products import Product, drawn
 from krnl.bench.results import Tool
 from krnl.bench.trainer import Rows
 from krnl.bench.workloads import BlockShape, mlp_block
@@ -285,18 +285,6 @@ def test_steps_that_are_repeated_are_waited_for_once(tmp_path: Path) -> None:
     with Worker(sys.executable, path) as worker:
         answer = worker.ask()
         assert answer["steps"] == 2 and answer["seconds"] >= 0.06
-
-
-def test_threads_of_a_worker_fall_asleep_before_the_next_turn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """OpenBLAS's look for work for some 25 ms; of a worker and of NumPy's library alike."""
-    rests: list[float] = []
-    monkeypatch.setattr("time.sleep", rests.append)
-    with Worker(sys.executable, write_worker(tmp_path, "serve(options, dict)")) as worker:
-        worker.turn()
-    BlasProduct("nn", 8, 8, 8).prepare(CpuBackend())()
-    assert len(rests) == 2 and min(rests) >= 0.03
 
 
 def test_tools_are_told_once_with_all_their_packages() -> None:

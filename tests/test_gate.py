@@ -57,6 +57,16 @@ def test_contestants_take_turns_and_controls_lie_between(known):
     assert bench.events == ["control", "A", "B", "control", "B", "A", "control"]
 
 
+def test_everybody_rests_before_a_turn(known):
+    """Else threads that look for work are in the way of whoever comes next, and a GPU at its power
+    limit is slower for those who come after others."""
+    bench = Bench(known, [1000])
+    bench.measure(3)
+    turns = [i for i, event in enumerate(bench.events) if event in ("A", "B")]
+    assert [place for place, _ in bench.rests] == turns
+    assert min(seconds for _, seconds in bench.rests) >= 0.03
+
+
 @pytest.mark.parametrize("names", ["", "A", "AB", "ABC", "ABCDE"])
 def test_each_contestant_takes_each_place(known, names):
     """What runs first finds other caches and clocks than what runs after it."""

@@ -81,18 +81,18 @@ def test_every_figure_has_a_machine_a_day_and_how_quiet_it_was(script):
 
 def test_a_result_of_krnl_bench(script, tmp_path):
     text = page(script, tmp_path, bench_result())
-    assert "## Products (`krnl bench gemm`)" in text
+    device = machine(CpuBackend()).device
+    assert f"## Products, on {device}" in text
     line = "| one | 1,234 ms | 1,200 – 1,300 | 42.0 | 3,296 | 1.50x | to the other |"
     assert line in text
     words = " ".join(text.split())
-    assert "*2026-01-01; " in words
+    assert f"*2026-01-01; `krnl bench gemm`; {device}, " in words
     tools = "torch: torch 2.13, 2 threads; blas: numpy 2.4, its default of threads"
     assert f"krnl {__version__}; {tools}; medians of 3 rounds." in words
-    for device, rate in (("a device", "1,000"), ("a GPU", "2,000")):
-        controls = f"1 controls of {rate} to {rate} GFLOP/s on {device}"
+    for which, rate in (("a device", "1,000"), ("a GPU", "2,000")):
+        controls = f"1 controls of {rate} to {rate} GFLOP/s on {which}"
         assert f"{controls}, reference {rate}, reached 2025-12-31; " in words
     assert "other processes took 3% of one core; load 0.50 on 2 cores" in words
-    device = machine(CpuBackend()).device
     *_, table, missing = text.splitlines()
     assert (table, missing) == (f"- `krnl bench gemm` on {device}:", "  - MPSGraph: a Mac has it")
 
@@ -100,7 +100,7 @@ def test_a_result_of_krnl_bench(script, tmp_path):
 def test_results_stand_in_the_order_of_the_tables(script, tmp_path):
     commands = ["model", "gemm", "types", "step"]
     text = page(script, tmp_path, *({**bench_result(), "command": c} for c in commands))
-    places = [text.index(f"(`krnl bench {c}`)") for c in ("types", "gemm", "step", "model")]
+    places = [text.index(f"; `krnl bench {c}`; ") for c in ("types", "gemm", "step", "model")]
     assert places == sorted(places)
 
 
@@ -112,12 +112,21 @@ def test_a_table_may_be_there_in_several_sizes(script, tmp_path):
     long = {**bench_result(), "title": "Long products", "flags": "--length 4096 --against torch"}
     text = page(script, tmp_path, old, {**bench_result(), "command": "types"}, long)
     heads = [line for line in text.splitlines() if line.startswith("## ")][:3]
-    assert heads == [
-        "## Products (`krnl bench types`)",
-        "## Products (`krnl bench gemm`)",
-        "## Long products (`krnl bench gemm --length 4096 --against torch`)",
-    ]
+    device = machine(CpuBackend()).device
+    titles = ("Products", "Products", "Long products")
+    assert heads == [f"## {title}, on {device}" for title in titles]
+    asked = ("types`", "gemm`", "gemm --length 4096 --against torch`")
+    words = " ".join(text.split())
+    places = [words.index(f"; `krnl bench {command}; ") for command in asked]
+    assert places == sorted(places)
     assert "- `krnl bench gemm --length 4096 --against torch` on " in " ".join(text.split())
+
+
+def test_a_remark_stands_below_the_circumstances(script, tmp_path):
+    text = page(script, tmp_path, {**bench_result(), "remark": "It was a warm day."})
+    head, remark, table = text.split("\n\n")[3:6]
+    assert head.startswith("*2026-01-01; ") and table.startswith("| ")
+    assert remark == "It was a warm day."
 
 
 def test_a_table_is_not_there_twice(script, tmp_path):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from types import TracebackType, UnionType
 from typing import Any, TypeAlias
 
 from krnl.backends.base import Backend
-from krnl.bench.blas import BLAS_REST
 from krnl.bench.results import Tool
 from krnl.bench.workloads import warmed
 from krnl.devices import precision_name
@@ -116,11 +114,8 @@ class Worker:
         return self._answer(self._each, "Is there enough memory for all that is compared?")
 
     def turn(self) -> dict[str, Any]:
-        """What nobody times, and as much again that counts; then a rest in which the worker's
-        threads fall asleep."""
-        answer = warmed(self.ask)
-        time.sleep(BLAS_REST)
-        return answer
+        """What nobody times, and as much again that counts."""
+        return warmed(self.ask)
 
     def seconds(self) -> float:
         """Of one step."""

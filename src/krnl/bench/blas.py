@@ -9,8 +9,6 @@ import numpy as np
 
 from krnl.bench.results import Tool
 
-# OpenBLAS's threads go on looking for work for some 25 ms. They must sleep before another's turn.
-BLAS_REST = 0.05
 # What its functions may be called: as they are, or as NumPy's wheels rename them.
 _NAMES = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
 

@@ -8,6 +8,7 @@ doing, and where references are kept.
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -23,6 +24,9 @@ CONTROL_SECONDS = 0.25  # a control is repeated for so long: shorter ones fall b
 # Before a control clocks rise from idle, or fall from a short boost. What contestants leave behind
 # passes too, and is no load: clocks lowered by wide vectors, threads that wait for more.
 WARM_UP_SECONDS = 0.5
+# Before each turn, whoever's it is. Threads of other libraries go on looking for work for some
+# 25 ms, and a GPU at its power limit is faster after a rest.
+REST_SECONDS = 0.05
 # Of one core. What other processes take evenly slows controls as well. What they take in bursts may
 # miss the controls; but below half of a core one of them is at work for less than half of the time,
 # and medians forget rounds that are fewer than half. Where cores are few, half of one is much of
@@ -102,6 +106,7 @@ class Gate:
         clock: Callable[[], float],
         now: Callable[[], datetime],
         force: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         for probe in probes:
             refuse_simulator(probe.device)
@@ -111,16 +116,19 @@ class Gate:
         self._clock = clock
         self._now = now
         self._force = force
+        self._sleep = sleep
 
     def beside(self, probe: Probe) -> "Gate":
         """A gate with this control too, for contestants on one more device."""
         probes = (*self._probes, probe)
-        return Gate(probes, self._store, self._watch, self._clock, self._now, self._force)
+        return Gate(
+            probes, self._store, self._watch, self._clock, self._now, self._force, self._sleep
+        )
 
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
-        """Seconds of one run of each contestant, in rounds A B C, B C A, C A B, so that each takes
-        each place; controls before, between and after. Refused as soon as a control is slow, and at
-        the end if the machine was not quiet otherwise."""
+        """Seconds of one run of each contestant, rested before, in rounds A B C, B C A, C A B, so
+        that each takes each place; controls before, between and after. Refused as soon as a control
+        is slow, and at the end if the machine was not quiet otherwise."""
         if rounds < 1:
             raise ConfigError(f"rounds is {rounds}; it must be at least 1.")
         notes: list[str] = []
@@ -131,6 +139,7 @@ class Gate:
         for i, place in enumerate(_places(rounds)):
             if i > 0:
                 for name in _rotated(list(contestants), i - 1):
+                    self._sleep(REST_SECONDS)
                     seconds[name].append(_positive(contestants[name](), f"The time of {name}"))
             for probe in self._probes:
                 self._warm_up(probe)

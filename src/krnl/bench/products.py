@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from krnl.backends.base import Backend, Memory, Program
-from krnl.bench.blas import BLAS_REST, blas_name
+from krnl.bench.blas import blas_name
 from krnl.dtypes import F32, I32, DType
 from krnl.errors import BackendError
 from krnl.kernels.launch import GpuRow, Launch
@@ -216,20 +216,13 @@ class BlasProduct:
             np.matmul(a, b, out=c)
             return time.perf_counter() - start
 
-        steady = _steady(lambda: [run() for _ in range(RUNS)])
-
-        def run_and_rest() -> float:
-            seconds = steady()
-            time.sleep(BLAS_REST)
-            return seconds
-
         run()
         wide = a.astype(np.float64), b.astype(np.float64)
         bound = F32.eps / 2 * np.abs(wide[0] @ wide[1]) + _bound(k, F32) * (
             np.abs(wide[0]) @ np.abs(wide[1])
         )
         _compare(f"{blas_name()}'s {self.layout}", c, wide[0] @ wide[1], bound)
-        return run_and_rest
+        return _steady(lambda: [run() for _ in range(RUNS)])
 
 
 def _bound(k: int, accumulator: DType) -> float:
