@@ -22,7 +22,8 @@ def run(bench: Bench) -> Result:
 
 def lines(backend: Backend, size: int) -> list[Line]:
     found = [line for layout in MPS for line in _layout(backend, layout, size)]
-    return found + [Line(name, None, note=NOT_YET) for name in ("MPSGraph", "cuBLAS")]
+    others = {"MPSGraph": NOT_YET, "cuBLAS": "krnl bench shapes --against torch has it"}
+    return found + [Line(name, None, note=note) for name, note in others.items()]
 
 
 def _layout(backend: Backend, layout: str, size: int) -> list[Line]:

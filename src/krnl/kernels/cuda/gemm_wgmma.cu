@@ -109,7 +109,7 @@ struct Kernel {
   // go at a time, which leaves room for one more stage of the ring; the others wait in registers as 16-bit elements.
   using Handed = Staging<T, kTileN / 2>;
   static constexpr int kGroups = kTileN / 32;  // of 16 columns, in a half
-  using Half = uint32[kGroups][4];
+  using Packed = uint32[kGroups][4];
   static constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / kWarp, kWriters = kWarpgroup / kWarp - 1;
 
   const Maps &maps;
@@ -198,7 +198,7 @@ struct Kernel {
     Turn<kStages> turn;
     Turn<1> handing;
     float sums[kSums];
-    Half rest;
+    Packed rest;
     bool rests = false;
     for (int index = blockIdx.x / kSplit; index < tiles(); index += gridDim.x / kSplit) {
       const Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
@@ -225,7 +225,7 @@ struct Kernel {
       pin(sums);
       if (running >= 0) release(running);
       if constexpr (kHandsOver) {
-        Half first;
+        Packed first;
         pack_half<0>(sums, first);
         hand_over(first, handing);
         pack_half<1>(sums, rest);
@@ -395,22 +395,22 @@ struct Kernel {
 
   // Half of the columns; with SwiGLU, of gate and then of up.
   template <int kHalf>
-  __device__ __forceinline__ static void pack_half(const float (&sums)[kSums], Half &half) {
+  __device__ __forceinline__ static void pack_half(const float (&sums)[kSums], Packed &packed) {
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {
       constexpr int kOfGate = kEpilogue == kSwiglu ? kGroups / 2 : kGroups;
       const float *const x = sums + (kHalf * kOfGate + group + (group < kOfGate ? 0 : kOfGate)) * 8;
 #pragma unroll
-      for (int i = 0; i < 4; i++) half[group][i] = pack<T>(x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < 4; i++) packed[group][i] = pack<T>(x[2 * i], x[2 * i + 1]);
     }
   }
 
-  __device__ __forceinline__ void hand_over(const Half &half, Turn<1> &turn) {
+  __device__ __forceinline__ void hand_over(const Packed &packed, Turn<1> &turn) {
     wait(&taken[warp()], turn.parity ^ 1);
     turn.next();
     const Handed rows{staging + warp() * Handed::kBytes};
 #pragma unroll
-    for (int group = 0; group < kGroups; group++) rows.put(group, half[group]);
+    for (int group = 0; group < kGroups; group++) rows.put(group, packed[group]);
     __syncwarp();
     if (threadIdx.x % kWarp == 0) arrive(&handed[warp()]);
   }
@@ -421,9 +421,9 @@ struct Kernel {
     T *const gate = static_cast<T *>(results.gate), *const up = static_cast<T *>(results.up);
     T *const dgate = static_cast<T *>(results.dgate), *const dup = static_cast<T *>(results.dup);
     Turn<1> turn;
-    for (int part = 0, index = blockIdx.x; index < tiles(); index += part * gridDim.x, part ^= 1, turn.next()) {
+    for (int half = 0, index = blockIdx.x; index < tiles(); index += half * gridDim.x, half ^= 1, turn.next()) {
       Tile tile = locate<kTileM, kColumns>(shape, index, rows_of_tiles());
-      tile.column += part * kColumns / 2;
+      tile.column += half * kColumns / 2;
       for (int sender = writer; sender < kMultiplyingWarps; sender += kWriters) {
         const int row = tile.row + sender * 16;
         const uint8 *const sums = staging + sender * Handed::kBytes;
