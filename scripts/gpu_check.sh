@@ -2,10 +2,10 @@
 # Everything of the CUDA engine that needs a GPU: kernels against their references, training against the CPU, a table last.
 # Runs the code of this folder with python3 as it is, and fetches nothing.
 #
-#   scripts/gpu_check.sh [--ops | --training] [--sanitizer] [--logs FOLDER] [further arguments of pytest]
+#   scripts/gpu_check.sh [--ops | --training] [--sanitizer] [--measure] [--logs FOLDER] [further arguments of pytest]
 #
-# It stops at the first failure of each part, unless told otherwise: --maxfail=20. KRNL_TEST_EXAMPLES sets how many calls
-# of each op are drawn (40).
+# --measure: then tables of krnl bench that need nothing but KRNL, under their gate. Tests stop at the first failure of
+# each part, unless told otherwise: --maxfail=20. KRNL_TEST_EXAMPLES sets how many calls of each op are drawn (40).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,12 +14,14 @@ trap 'rm -rf "$work"' EXIT
 logs=$work
 tests=(tests/test_cuda_ops.py tests/test_cuda_training.py)
 sanitizer=
+tables=()
 rest=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --ops) tests=(tests/test_cuda_ops.py) ;;
     --training) tests=(tests/test_cuda_training.py) ;;
     --sanitizer) sanitizer=yes ;;
+    --measure) tables=(step layer attention shapes) ;;
     --logs) shift && logs=$1 && mkdir -p "$logs" || exit 2 ;;
     *) rest+=("$1") ;;
   esac
@@ -36,6 +38,7 @@ part() {
   echo "== $name"
   "$@" >"$log" 2>&1 || result=FAIL
   lines+=("$result  $name  $((SECONDS - start)) s  $(tail -n 1 "$log")")
+  [[ $result = pass && $name = "krnl bench "* ]] && cat "$log"
   [ $result = pass ] && return
   failed=1
   tail -n 60 "$log"
@@ -89,6 +92,9 @@ if [ -n "$sanitizer" ]; then
     lines+=("skip  compute-sanitizer is not here")
   fi
 fi
+for table in ${tables[@]+"${tables[@]}"}; do
+  part "krnl bench $table" python3 -m krnl bench "$table" --device cuda
+done
 
 echo
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
