@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from runs import command, environment
 ENDING = [signal.SIGTERM, signal.SIGHUP]
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Also where these tests are run by `nohup`."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", ENDING)
 def test_random_weights_are_gone_when_a_signal_ends_the_bench(tmp_path: Path, number: int) -> None:
     """Which else would run for hours."""
@@ -23,12 +33,15 @@ def test_random_weights_are_gone_when_a_signal_ends_the_bench(tmp_path: Path, nu
     with subprocess.Popen(
         command("bench", "model", *flags), env=given, stdout=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("krnl-bench-*/*/config.json")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        said, _ = process.communicate(timeout=60)
+        try:
+            deadline = time.monotonic() + 60
+            while not list(tmp_path.glob("krnl-bench-*/*/config.json")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()  # does nothing to one that has ended
     assert process.returncode == 128 + number and said == ""
     assert list(tmp_path.iterdir()) == []
 
