@@ -9,8 +9,7 @@ import torch
 import torch_worker
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
-from protocol import serve
-from torch_worker import DEVICES, PRECISIONS, finish
+from torch_worker import DEVICES, PRECISIONS
 from training import (
     ALPHA,
     BETAS,
@@ -84,13 +83,5 @@ def step() -> dict[str, float]:
     return {"loss": float(loss.detach()), "norm": float(norm)}
 
 
-packages = ["torch", "transformers", "peft"]
-packages += ["liger_kernel"] * (options.variant == "liger")
-serve(
-    options,
-    step,
-    packages,
-    torch.get_num_threads,
-    lambda: torch_worker.peak(device),
-    finish=lambda: finish(device),
-)
+packages = ["transformers", "peft"] + ["liger_kernel"] * (options.variant == "liger")
+torch_worker.serve(options, step, packages=packages)

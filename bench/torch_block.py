@@ -8,9 +8,8 @@ rounded."""
 import torch
 import torch_worker
 from block import EPS, arguments, drawn, norms
-from protocol import serve
 from torch.nn import functional
-from torch_worker import DEVICES, PRECISIONS, finish
+from torch_worker import DEVICES, PRECISIONS
 
 parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
 parser.add_argument(
@@ -70,12 +69,6 @@ def step() -> dict[str, float]:
     return {}
 
 
-serve(
-    options,
-    step,
-    ("torch",),
-    torch.get_num_threads,
-    lambda: torch_worker.peak(device),
-    lambda: norms([float(t.grad.float().norm()) for t in (x, *adapters)]),
-    lambda: finish(device),
+torch_worker.serve(
+    options, step, lambda: norms([float(t.grad.float().norm()) for t in (x, *adapters)])
 )

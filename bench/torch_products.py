@@ -13,8 +13,7 @@ import sys
 import torch
 import torch_worker
 from products import FIRST, arguments, drawn
-from protocol import serve
-from torch_worker import DEVICES, PRECISIONS, finish
+from torch_worker import DEVICES, PRECISIONS
 
 options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
 torch_worker.prepare(options)
@@ -70,12 +69,4 @@ def step() -> dict[str, float]:
     return {}
 
 
-serve(
-    options,
-    step,
-    ("torch",),
-    torch.get_num_threads,
-    lambda: torch_worker.peak(device),
-    described,
-    lambda: finish(device),
-)
+torch_worker.serve(options, step, described)

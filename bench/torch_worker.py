@@ -2,10 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import protocol
 import torch
-from protocol import resident
 
 DEVICES = ("cpu", "cuda", "mps")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,7 +55,26 @@ def peak(device: str) -> int:
     if device == "mps":
         return torch.mps.driver_allocated_memory()
     if device == "cpu":
-        return resident()
+        return protocol.resident()
     most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return most
+
+
+def serve(
+    options: argparse.Namespace,
+    step: Callable[[], dict[str, float]],
+    describe: Callable[[], dict[str, Any]] = dict,
+    packages: Sequence[str] = (),
+) -> None:
+    """As `protocol.serve`, of steps that PyTorch enqueues. `packages`: that take part beside it."""
+    device = options.device
+    protocol.serve(
+        options,
+        step,
+        ["torch", *packages],
+        torch.get_num_threads,
+        lambda: peak(device),
+        describe,
+        lambda: finish(device),
+    )

@@ -1,5 +1,5 @@
-"""A tiny model that chats, and a few conversations; a GPU that runs nothing. Modules that need
-others define their own."""
+"""A tiny model that chats, and a few conversations; a GPU that runs nothing; where a gate keeps
+what machines reach. Modules that need others define their own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,9 @@ from fake_cuda import FakeDriver, installed
 from krnl.backends import cuda_memory
 from krnl.backends.cuda_compiler import Compiler
 from krnl.backends.cuda_driver import STEPWISE_VARIABLE
+from krnl.bench.reference import ReferenceStore
 from runs import write_chat_model, write_data
+from scripted_gate import KEY, REFERENCE
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +38,22 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def driver() -> Iterator[FakeDriver]:
     with installed(FakeDriver()) as driver:
         yield driver
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines need no warming up here, so that scripts hold what is read and nothing else."""
+    monkeypatch.setattr("krnl.bench.gate.WARM_UP_SECONDS", 0.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of references that is not there yet."""
+    return tmp_path / "cache" / "references.json"
+
+
+@pytest.fixture
+def known(path: Path) -> Path:
+    """A machine that is known to reach 1,000 GFLOP/s."""
+    ReferenceStore(path).raise_to(KEY, REFERENCE.rate, REFERENCE.learnt)
+    return path

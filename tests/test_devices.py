@@ -261,42 +261,31 @@ def test_a_plan_counts_weights_that_lie_askew(tmp_path):
     assert 0 <= more < 64 * len(askew.checkpoint.tensors)
 
 
-@pytest.mark.skipif(has_metal(), reason="this machine has Metal")
-def test_metal_elsewhere_as_commands(model, data, tmp_path):
+@pytest.mark.parametrize(
+    ("device", "here", "precision", "opening"),
+    [
+        ("metal", has_metal, "f16", "krnl: The metal device "),
+        ("cuda", cuda_driver.has_driver, "bf16",
+         "krnl: The cuda device needs an NVIDIA GPU and its driver"),
+    ],
+)  # fmt: skip
+def test_a_gpu_elsewhere_as_commands(model, data, tmp_path, device, here, precision, opening):
     """A plan, and one sentence for anything that would compute."""
-    plan = krnl_process("plan", model, "--device", "metal", "--tokens", 64)
+    if here():
+        pytest.skip(f"this machine has {device}")
+    plan = krnl_process("plan", model, "--device", device, "--tokens", 64)
     assert plan.returncode == 0, plan.stderr
-    assert "on metal in f16: passes of up to 64 tokens" in plan.stdout
-    assert "metal is not on this machine" in plan.stdout
+    assert f"on {device} in {precision}: passes of up to 64 tokens" in plan.stdout
+    assert f"{device} is not on this machine" in plan.stdout
     for command in (
         ("train", "--model", model, "--data", data, "--out", tmp_path / "out"),
         ("generate", model, "Cora"),
         ("profile", model),
     ):
-        ended = krnl_process(*command, "--device", "metal")
+        ended = krnl_process(*command, "--device", device)
         assert ended.returncode == 2, ended.stderr
         assert len(ended.stderr.splitlines()) == 1
-        assert ended.stderr.startswith("krnl: The metal device ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_cuda_elsewhere_as_commands(model, data, tmp_path):
-    """A plan, and one sentence for anything that would compute."""
-    if cuda_driver.has_driver():
-        pytest.skip("this machine has an NVIDIA driver")
-    plan = krnl_process("plan", model, "--device", "cuda", "--tokens", 64)
-    assert plan.returncode == 0, plan.stderr
-    assert "on cuda in bf16: passes of up to 64 tokens" in plan.stdout
-    assert "cuda is not on this machine" in plan.stdout
-    for command in (
-        ("train", "--model", model, "--data", data, "--out", tmp_path / "out"),
-        ("generate", model, "Cora"),
-        ("profile", model),
-    ):
-        ended = krnl_process(*command, "--device", "cuda")
-        assert ended.returncode == 2, ended.stderr
-        assert len(ended.stderr.splitlines()) == 1
-        assert ended.stderr.startswith("krnl: The cuda device needs an NVIDIA GPU and its driver")
+        assert ended.stderr.startswith(opening)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,23 +12,7 @@ from krnl.errors import BackendError, ConfigError, Refused
 from runs import krnl_process
 from scripted_gate import BUSY, KEY, QUIET, REFERENCE, STEP, WINDOW, Bench, G
 
-
-@pytest.fixture(autouse=True)
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines need no warming up here, so that scripts hold what is read and nothing else."""
-    monkeypatch.setattr("krnl.bench.gate.WARM_UP_SECONDS", 0.0)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "references.json"
-
-
-@pytest.fixture
-def known(path: Path) -> Path:
-    """A machine that is known to reach 1,000 GFLOP/s."""
-    ReferenceStore(path).raise_to(KEY, REFERENCE.rate, REFERENCE.learnt)
-    return path
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def reference(measurement: Measurement) -> float:

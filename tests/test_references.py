@@ -15,18 +15,6 @@ from scripted_gate import KEY, REFERENCE, Bench, G
 NOW = "2026-01-01T12:00:00+00:00"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "references.json"
-
-
-@pytest.fixture
-def known(path: Path) -> Path:
-    """A machine that is known to reach 1,000 GFLOP/s."""
-    ReferenceStore(path).raise_to(KEY, REFERENCE.rate, REFERENCE.learnt)
-    return path
-
-
 def test_references_are_kept_apart_by_every_part_of_the_key(known):
     store = ReferenceStore(known)
     for part in ("device", "system", "driver", "kernels", "control"):
