@@ -21,7 +21,7 @@ frozen = [mx.array(values).astype(base) for values in (block.gate, block.up, blo
 adapters = [mx.array(values).astype(trained) for values in block.adapters]
 x, dy = (mx.array(values).astype(base) for values in (block.x, block.dy))
 norm = mx.ones(options.width, base)
-mx.eval(frozen, adapters, x, dy, norm)
+mlx_worker.settle(frozen, adapters, x, dy, norm)
 gradients = []
 
 

@@ -5,14 +5,17 @@ mlx and mlx-lm, on a checkpoint folder:
 
 On a CPU its 16-bit products are slower than float32."""
 
+import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_worker
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -32,6 +35,8 @@ from training import (
     batch,
 )
 
+PADDED_TO = 32  # inputs of a row, by mlx_lm.tuner.trainer.iterate_batches
+
 options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
 mlx_worker.use_device(options.device)
 base = PRECISIONS[options.precision]
@@ -48,20 +53,33 @@ for path, layer in model.named_modules():
 model.train()
 optimizer = optim.AdamW(RATE, list(BETAS), EPS, WEIGHT_DECAY, bias_correction=True)
 rows = batch(model.args.vocab_size, options.rows, options.length, options.chat)
-ids = np.zeros((len(rows), max(len(ids) for ids, _ in rows)), np.int32)
+# As MLX-LM pads them. The last column is no input: on CUDA the backward pass of attention is fused
+# only for multiples of 128.
+longest = max(len(ids) for ids, _ in rows)
+ids = np.zeros((len(rows), 1 + PADDED_TO * math.ceil(longest / PADDED_TO)), np.int32)
 for i, (row, _) in enumerate(rows):
     ids[i, : len(row)] = row
 # The loss counts what is from the first to the last of these, both included.
 reaches = [[int(np.argmax(labels != -100)), len(row) - 1] for row, labels in rows]
 lengths, tokens = mx.array(reaches), mx.array(ids)
+mlx_worker.settle(model.parameters(), lengths, tokens)
 differentiate = nn.value_and_grad(model, default_loss)
 state = [model.state, optimizer.state, mx.random.state]
+
+
+def clipped(gradients: dict[str, Any]) -> tuple[dict[str, Any], mx.array]:
+    """And their norm before. mlx.optimizers.clip_grad_norm adds squares up in the gradients' own
+    type, and of 16 bits it loses what is small."""
+    squares = [g.astype(mx.float32).square().sum() for _, g in tree_flatten(gradients)]
+    norm = mx.sqrt(sum(squares))
+    share = mx.minimum(CLIP / (norm + 1e-6), 1.0)
+    return tree_map(lambda g: (g * share).astype(g.dtype), gradients), norm
 
 
 @partial(mx.compile, inputs=state, outputs=state)
 def update(tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
     (loss, _), gradients = differentiate(model, tokens, lengths)
-    gradients, norm = optim.clip_grad_norm(gradients, CLIP)
+    gradients, norm = clipped(gradients)
     optimizer.update(model, gradients)
     return loss, norm
 

@@ -1,6 +1,7 @@
 """What the workers with MLX have in common."""
 
 import ctypes
+from typing import Any
 
 import mlx.core as mx
 from protocol import resident
@@ -12,6 +13,14 @@ PRECISIONS = {"fp32": mx.float32, "fp16": mx.float16, "bf16": mx.bfloat16}
 def use_device(device: str) -> None:
     """To be called before anything is computed."""
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+
+
+def settle(*arrays: Any) -> None:
+    """Computes them, and gives back what the host filled on the way: a GPU would take that memory
+    for its own work, and it is slower there."""
+    mx.eval(*arrays)
+    mx.synchronize()
+    mx.clear_cache()
 
 
 def threads() -> int | None:

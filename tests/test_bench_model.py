@@ -16,7 +16,7 @@ import pytest
 from bench_worker import write_worker
 from krnl.backends.cpu import CpuBackend
 from krnl.bench import trainer
-from krnl.bench.baselines import PEERS, Setting
+from krnl.bench.baselines import PEERS, Setting, script
 from krnl.bench.command import Bench
 from krnl.bench.models import SHAPES, write
 from krnl.bench.tables import model, shapes, step
@@ -45,6 +45,27 @@ def test_real_peers(table: ModuleType, peer: str) -> None:
         pytest.skip(f"{peer} takes no part")
     result = table.run(bench(**{peer: os.environ[variable]}))
     assert len({entry.name for entry in result.entries if entry.ratio}) > 0
+
+
+@pytest.mark.parametrize("rows", [Rows(1, 32), Rows(3, 41, chat=True)])
+@pytest.mark.parametrize("peer", ["torch", "mlx"])
+def test_real_peers_add_up_what_is_small_in_16_bits(tmp_path: Path, peer: str, rows: Rows) -> None:
+    """The norm of the gradient is a sum over the adapters of many layers."""
+    variable = f"KRNL_{peer.upper()}_PYTHON"
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no interpreter that has {peer}")
+    sizes = {"hidden_size": 72, "intermediate_size": 96, "vocab_size": 256}
+    deep = SHAPES["smollm2-135m"] | sizes | {"num_hidden_layers": 64}
+    write(deep, "deep", tmp_path)
+    setting, path = Setting(peer, "bf16", "16"), script(model.SCRIPTS[peer])
+    given = model.arguments(tmp_path, rows)
+    with (
+        Trainer(tmp_path, "cpu", "bf16", rows) as ours,
+        setting.start(
+            os.environ[variable], path, given, CpuBackend(), model.SAID, model.SAID
+        ) as worker,
+    ):
+        model.check_updates(peer, setting, worker, (ours.first, ours.ask()), BF16)
 
 
 def test_model_tells_speed_and_memory() -> None:

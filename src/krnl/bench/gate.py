@@ -36,9 +36,7 @@ LOUD_OTHERS = 0.5
 QUIET_CONTROLS = 12
 QUIET_SECONDS = 3.0
 QUIET_SPREAD = 0.03
-# Of one core; where there are many, the share of all that controls may spread by: a control is
-# shared out piece by piece, so that others slow it by no more than they take of all cores.
-QUIET_OTHERS = 0.10
+QUIET_OTHERS = 0.10  # of one core
 LEARNING_WINDOWS = 4  # tried before giving up
 
 
@@ -273,7 +271,7 @@ class Gate:
             seen.append("The system slowed the machine down.")
         if seen:
             seen.append(f"Meanwhile, {condition.describe()}. {_remedy(condition)}")
-        if slow and condition.others < _quiet_others(condition) and not condition.slowed:
+        if slow and condition.others < QUIET_OTHERS and not condition.slowed:
             commands = " and ".join(f"`krnl bench --device {name} --relearn`" for name in slow)
             seen.append(f"If it stays so in quiet, learn anew what is reached: {commands}.")
         return " ".join(unknown + seen)
@@ -313,10 +311,6 @@ def _allowed_others(condition: Condition) -> float:
     return min(LOUD_OTHERS, ALLOWED * condition.cores)
 
 
-def _quiet_others(condition: Condition) -> float:
-    return max(QUIET_OTHERS, QUIET_SPREAD * condition.cores)
-
-
 def _loud(condition: Condition) -> bool:
     return condition.others > _allowed_others(condition)
 
@@ -327,10 +321,10 @@ def _unquiet(controls: Sequence[Control], condition: Condition) -> str:
     spread = (max(rates) - min(rates)) / _median(controls)
     if len(rates) < QUIET_CONTROLS or condition.seconds < QUIET_SECONDS:
         return f"{len(rates)} controls in {condition.seconds:.1f} s are too few"
-    if condition.others >= (quiet := _quiet_others(condition)):
+    if condition.others >= QUIET_OTHERS:
         return (
-            f"other processes took {condition.others:.0%} of one core, and less than {quiet:.0%} "
-            f"is quiet on {condition.cores} cores"
+            f"other processes took {condition.others:.0%} of one core, and less than "
+            f"{QUIET_OTHERS:.0%} is quiet"
         )
     if condition.slowed:
         return "the system slowed the machine down"
