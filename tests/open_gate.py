@@ -20,6 +20,9 @@ class OpenGate:
         self.joined.append(probe.backend)
         return self
 
+    def learn(self) -> None:
+        pass
+
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(rounds):

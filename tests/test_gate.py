@@ -227,6 +227,16 @@ def test_a_reference_is_learnt_from_a_quiet_window_first(path):
     assert bench.events[:WINDOW] == ["control"] * WINDOW and bench.events[WINDOW + 1] == "A"
 
 
+def test_what_is_learnt_ahead_is_told_by_the_first_measurement(path):
+    bench = Bench(path, [1000])
+    bench.gate.learn()
+    assert bench.store.read(KEY) is not None
+    told = ("The reference of Testium 9000 was learnt just before.",)
+    assert [bench.gate.measure({"A": lambda: 1.0}, 1).notes for _ in range(2)] == [told, ()]
+    with pytest.raises(Refused, match="cannot be learnt now"):
+        Bench(path.with_name("other.json"), [1000, 500] * 40).gate.learn()
+
+
 @pytest.mark.parametrize(
     ("rates", "condition", "why"),
     [

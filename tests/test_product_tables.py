@@ -12,12 +12,14 @@ from krnl.backends.base import Backend
 from krnl.backends.cpu import THREADS_VARIABLE, CpuBackend
 from krnl.bench import control, product_table
 from krnl.bench.command import Bench
+from krnl.bench.gate import Probe
 from krnl.bench.product_table import Line
 from krnl.bench.products import RUNS, BlasProduct, Experiment, Product
 from krnl.bench.results import Tool, as_json
 from krnl.bench.tables import gemm, nt, splitk, tiles, types
 from krnl.bench.workloads import BlockShape
 from krnl.dtypes import F32
+from krnl.errors import Refused
 from krnl.kernels.metal.variants import VARIANTS
 from metalsim.install import SimulatedBackend, metal_backend
 from open_gate import OpenGate
@@ -199,6 +201,41 @@ def test_numpys_library_is_judged_by_the_cpu(work: BlasProduct | Product, joins:
     asked = replace(bench(gate), backend=backend)
     product_table.measure(asked, "x", "X", product_table.GFLOPS, [Line("a", work)])
     assert gate.joined == ["cpu"] * joins
+
+
+class BusyGate(TimedGate):
+    """That of a machine whose CPU is busy, and whose GPU is not."""
+
+    def __init__(self, cpu: bool = False) -> None:
+        super().__init__()
+        self.cpu = cpu
+
+    def beside(self, probe: Probe) -> "BusyGate":
+        return BusyGate(cpu=True)
+
+    def learn(self) -> None:
+        if self.cpu:
+            raise Refused("What the CPU reaches cannot be learnt now: 9.5% off. Wait. Try again.")
+
+
+def test_beside_a_gpu_numpys_library_is_left_out_where_the_cpu_is_busy() -> None:
+    backend = CpuBackend()
+    backend.name = "metal"
+    own, library = Product("nn", 64, 64, 64, F32, F32), BlasProduct("nn", 64, 64, 64)
+    made = [Line("own", own, against="library"), Line("library", library, note="NumPy's")]
+    asked = replace(bench(BusyGate()), backend=backend)
+    result = product_table.measure(asked, "x", "X", product_table.GFLOPS, made)
+    first, second = result.entries
+    assert first.value is not None and (first.ratio, first.note) == (None, "")
+    assert second.value is None
+    assert second.note == "What the CPU reaches cannot be learnt now: 9.5% off"
+    assert result.tools == ()
+
+
+def test_a_busy_cpu_refuses_its_own_table() -> None:
+    line = Line("library", BlasProduct("nn", 8, 8, 8))
+    with pytest.raises(Refused, match="cannot be learnt now"):
+        product_table.measure(bench(BusyGate(cpu=True)), "x", "X", product_table.GFLOPS, [line])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

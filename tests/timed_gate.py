@@ -16,6 +16,9 @@ class TimedGate:
     def beside(self, probe: Probe) -> "TimedGate":
         return self
 
+    def learn(self) -> None:
+        pass
+
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
         self.rounds = rounds
         for contestant in contestants.values():

@@ -117,6 +117,7 @@ class Gate:
         self._now = now
         self._force = force
         self._sleep = sleep
+        self._learnt: list[str] = []  # what the next measurement has to tell
 
     def beside(self, probe: Probe) -> "Gate":
         """A gate with this control too, for contestants on one more device."""
@@ -131,8 +132,8 @@ class Gate:
         is slow, and at the end if the machine was not quiet otherwise."""
         if rounds < 1:
             raise ConfigError(f"rounds is {rounds}; it must be at least 1.")
-        notes: list[str] = []
-        references = self._references(notes)
+        references = self._references()
+        notes, self._learnt = self._learnt, []
         began, start, end_watch = self._now(), self._clock(), self._watch()
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         controls: list[Control] = []
@@ -174,6 +175,11 @@ class Gate:
             notes=tuple(notes),
         )
 
+    def learn(self) -> None:
+        """Learns the references that are not known yet, unless the gate is forced. Refused if the
+        machine is not quiet."""
+        self._references()
+
     def relearn(self) -> str:
         """Learns the references anew, be they lower; says from what to what. Refused if the machine
         is not quiet."""
@@ -188,7 +194,7 @@ class Gate:
         verb = "lowered" if rate < old.rate else "raised"
         return f"The reference of {probe.device} was {verb} {_from_to(old.rate, rate)}."
 
-    def _references(self, notes: list[str]) -> dict[str, Reference]:
+    def _references(self) -> dict[str, Reference]:
         """Of each device; one that is not known is learnt, unless the gate is forced."""
         references = {}
         for probe in self._probes:
@@ -196,7 +202,7 @@ class Gate:
             if reference is None and not self._force:
                 rate = self._quiet_rate(probe, f" No figure is printed before it is. {_FORCE}")
                 reference = self._store.raise_to(probe.key, rate, _iso(self._now()))
-                notes.append(f"The reference of {probe.device} was learnt just before.")
+                self._learnt.append(f"The reference of {probe.device} was learnt just before.")
             if reference is not None:
                 references[probe.device] = reference
         return references

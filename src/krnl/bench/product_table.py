@@ -1,7 +1,7 @@
 """Tables of products: each line is something to time, or says by name why it cannot run here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from krnl.backends.base import Backend
 from krnl.backends.cpu import CpuBackend
@@ -11,6 +11,7 @@ from krnl.bench.control import with_cpu
 from krnl.bench.gate import Measurement
 from krnl.bench.products import BlasProduct, Experiment, Work
 from krnl.bench.results import Entry, Result, Tool, comparable, timed
+from krnl.errors import Refused
 from krnl.kernels.metal.variants import VARIANTS, Variant
 
 SIZE, QUICK_SIZE = 2048, 512  # m, n and k of a square product; the report's figures are for SIZE
@@ -61,14 +62,20 @@ def experiment(backend: Backend, variant: Variant, name: str, m: int, n: int, k:
 
 
 def measure(bench: Bench, command: str, title: str, unit: str, lines: Sequence[Line]) -> Result:
-    """Checks every product, then times them in turn, round by round."""
+    """Checks every product, then times them in turn, round by round. Beside a GPU, the CPU's
+    library is left out where what the CPU reaches in quiet cannot be learnt."""
+    gate, tools = bench.gate, list[Tool]()
+    if any(isinstance(line.work, BlasProduct) for line in lines):  # they are the CPU's
+        try:
+            gate = with_cpu(gate, bench.backend)
+            gate.learn()
+            tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
+        except Refused as refusal:
+            if bench.backend.name == "cpu":
+                raise
+            gate, lines = bench.gate, [_without_library(line, refusal) for line in lines]
     works = {line.name: line.work for line in lines if line.work is not None}
     contestants = {name: work.prepare(bench.backend) for name, work in works.items()}
-    gate = bench.gate
-    tools: list[Tool] = []
-    if any(isinstance(work, BlasProduct) for work in works.values()):  # they are the CPU's
-        gate = with_cpu(gate, bench.backend)
-        tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
     measurement = gate.measure(contestants, bench.rounds) if contestants else None
     entries = [_entry(line, unit, works, measurement) for line in lines]
     return bench.result(command, title, measurement, entries, tools)
@@ -78,11 +85,18 @@ def _cpu(backend: Backend) -> Backend:
     return backend if backend.name == "cpu" else CpuBackend()
 
 
+def _without_library(line: Line, refusal: Refused) -> Line:
+    """Itself, if it is not the library's."""
+    if not isinstance(line.work, BlasProduct):
+        return line
+    return replace(line, work=None, note=str(refusal).partition(". ")[0])
+
+
 def _entry(line: Line, unit: str, works: dict[str, Work], measurement: Measurement | None) -> Entry:
     if line.work is None or measurement is None:
         return Entry(line.name, None, unit, reported=line.reported, note=line.note)
     flops, ratio, notes = line.work.flops, None, [line.note] if line.note else []
-    if line.against:
+    if line.against in works:
         other = works[line.against].flops / measurement.median(line.against)
         ratio = flops / measurement.median(line.name) / other
         notes.append(f"ratio to {line.against}")
