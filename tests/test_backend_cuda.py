@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_programs import X, Y, buffers, launch, parameters, planned, table
+from cuda_programs import X, Y, buffers, launch, parameters, planned, table, twice
 from fake_cuda import FakeDriver, installed
 from krnl.backends import cuda_driver
 from krnl.backends.cuda import HELD_LAUNCHES, ON_PAPER, CudaBackend
@@ -19,9 +19,10 @@ from krnl.backends.cuda_driver import STEPWISE_VARIABLE
 from krnl.dtypes import BF16, F16, F32
 from krnl.errors import BackendError, ConfigError, PlanError
 from krnl.kernels.launch import GpuRow, Launch, TensorMap
+from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table
-from krnl.plan.step import Call
+from krnl.plan.step import Call, Step
 
 pytestmark = pytest.mark.usefixtures("apart")
 
@@ -92,14 +93,22 @@ def test_a_launch_is_as_the_table_says(driver: FakeDriver) -> None:
     ]
 
 
-def test_launches_overlap_from_hopper_on() -> None:
-    with installed(FakeDriver(capability=86)) as driver:
-        backend = CudaBackend(table(launch()))
-        made = planned(backend.kernels)
+@pytest.mark.parametrize("capability, beside", [(86, [0, 0, 0, 0]), (90, [0, 1, 1, 1])])
+def test_launches_overlap_from_hopper_on(capability: int, beside: list[int]) -> None:
+    """And are told which need not wait: here two calls make one buffer of another, and have two
+    launches each, of which the second needs nothing of the first."""
+    with installed(FakeDriver(capability=capability)) as driver:
+        backend = CudaBackend(table(launch(), launch(independent=True)))
+        step = Step("program", BF16)
+        for y in (Y, Buffer("z", (64,), BF16, Kind.STATE)):
+            step(twice, X, into=y)
+        (made,) = plan([step], backend.kernels)
         memory = backend.allocate(made.layout)
         backend.compile(made, memory).run()
         memory.read(X)
-        assert driver.launched[0].attrs == []
+        assert all(len(config.attrs) == (capability >= 90) for config in driver.launched)
+        told = [parameters(config, [8, 8, 4])[-1] for config in driver.launched]
+        assert [int.from_bytes(flag, "little") for flag in told] == beside
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from krnl.backends.base import Paper
 from krnl.backends.cuda import ON_PAPER
 from krnl.backends.cuda_cache import Cubin
 from krnl.backends.cuda_compiler import SERIALISED, Compiler, Kernel, architecture
-from krnl.backends.cuda_launch import MAP_BYTES, packed
+from krnl.backends.cuda_launch import MAP_BYTES, parameters
 from krnl.bench.models import SHAPES
 from krnl.bench.trainer import ADAPTER
 from krnl.bench.workloads import BlockShape
@@ -138,8 +138,7 @@ def launches(capability: int) -> dict[Kernel, list[Launch]]:
 
 def sizes(launch: Launch) -> tuple[int, ...]:
     """Bytes of its parameters."""
-    parts = [packed(a, lambda buffer: 0, lambda map: bytes(MAP_BYTES)) for a in launch.arguments]
-    return tuple(map(len, parts))
+    return tuple(map(len, parameters(launch, False, lambda buffer: 0, lambda m: bytes(MAP_BYTES))))
 
 
 def complaints(kernel: Kernel, cubin: Cubin, launch: Launch, most_shared: int) -> Iterator[str]:
@@ -200,7 +199,7 @@ SOURCE = """
 struct Numbers { int of[3]; };
 struct __align__(64) Maps { unsigned char opaque[2][128]; };
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) sound(const Numbers numbers, float *y, Maps maps) {
+__global__ void __launch_bounds__(kThreads) sound(const Numbers numbers, float *y, Maps maps, int) {
   __shared__ float scratch[100];
   scratch[threadIdx.x] = y[threadIdx.x] + maps.opaque[1][threadIdx.x];
   __syncthreads();
@@ -225,12 +224,15 @@ def test_what_the_code_says_is_understood(tmp_path: Path) -> None:
     kernel = Kernel.of(good)
     cubin = compiler.compile([kernel])[kernel]
     there = shape(cubin.image, cubin.entry)
-    assert (there.parameters, there.most_threads) == ((12, 8, 256), 96)
+    assert (there.parameters, there.most_threads) == ((12, 8, 256, 4), 96)
     assert there.shared == 400 and 8 <= there.registers <= 64
     assert not list(complaints(kernel, cubin, good, 99 << 10)) and not SPILL.findall(cubin.log)
     for change, words in (
-        ({"arguments": given[:2]}, "takes parameters of (12, 8, 256) bytes and is given (12, 8)"),
-        ({"arguments": (*given[:2], (buffer, None))}, "is given (12, 8, 16)"),
+        (
+            {"arguments": given[:2]},
+            "takes parameters of (12, 8, 256, 4) bytes and is given (12, 8, 4)",
+        ),
+        ({"arguments": (*given[:2], (buffer, None))}, "is given (12, 8, 16, 4)"),
         ({"threads": 128}, "allows 96 threads and is given 128"),
         ({"threads": 72}, "72 threads, which are no whole warps"),
         ({"shared": 99 << 10}, "takes 400 + 101376 bytes of shared memory"),

@@ -26,7 +26,8 @@ from op_bench import Chosen, forget_last_keys, hide_last_keys
 from op_cases import CASES
 
 CASE = {case.op.name: case for case in CASES}
-ORDERS = (BACKWARD, FORWARD, 2)
+# Orders of threads, and whether launches are told to run beside the one before.
+WAYS = ((BACKWARD, False), (FORWARD, True), (2, False))
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,13 @@ MUTANTS = [
         ("a warp's sum without its upper half",
          "offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl",
          "offset = kWarp / 4; offset > 0; offset /= 2) x += __shfl"),
-        ("the kernel before not waited for", '"griddepcontrol.wait;"', '""'),
+        ("the launch before not waited for", '"griddepcontrol.wait;"', '""'),
+        ("beside the launch before, not waited for at the end", "if (beside) wait();", ""),
+        ("the next launch let begin too early",
+         'asm volatile("griddepcontrol.wait;" ::: "memory");\n    '
+         'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");',
+         'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");\n    '
+         'asm volatile("griddepcontrol.wait;" ::: "memory");'),
     ),
     *_mutants(
         "rows.h", "norm odd, loss odd",
@@ -442,10 +449,12 @@ MUTANTS = [
 
 def outcome(functions: build.Kernels, examples: tuple[str, ...]) -> str:
     """What goes wrong; "" if nothing does."""
-    for order in ORDERS:
+    for order, beside in WAYS:
         for name in examples:
             example = EXAMPLES[name]
-            device = SimulatedCudaBackend(kernels=example.kernels, functions=functions, order=order)
+            device = SimulatedCudaBackend(
+                kernels=example.kernels, functions=functions, order=order, beside=beside
+            )
             try:
                 example.check(device)
             except AssertionError as seen:  # a KernelError is one

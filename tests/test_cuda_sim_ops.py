@@ -62,8 +62,8 @@ every_call = pytest.mark.parametrize(
 
 
 @cache
-def backend(target: Target, order: int = FORWARD) -> SimulatedCudaBackend:
-    return SimulatedCudaBackend(target, order=order)
+def backend(target: Target, order: int = FORWARD, beside: bool = False) -> SimulatedCudaBackend:
+    return SimulatedCudaBackend(target, order=order, beside=beside)
 
 
 def benches(name: str, activation: DType) -> Iterator[Bench]:
@@ -137,10 +137,11 @@ def test_op_on_hopper(name: str, activation: DType) -> None:
 
 @every_call
 def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
+    """Nor does it whether launches are told to wait at their end."""
     for sizes in ALL_SIZES.values():
         bench = chosen(BY_NAME[name], sizes, activation)
         first = bench.run(backend(HOPPER))
-        np.testing.assert_equal(bench.run(backend(HOPPER, BACKWARD)), first)
+        np.testing.assert_equal(bench.run(backend(HOPPER, BACKWARD, beside=True)), first)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -144,7 +144,7 @@ def test_other_bytes_than_those_announced(wrong: int) -> None:
     _, _, call = fetch(0, 0, expected=wrong)
     said = fault("deadlock", *call, threads=64, shared=32 * 128)
     assert f"0 arrivals and {wrong - 32 * 128} bytes are to come" in said
-    assert "snippet.cu:16" in said
+    assert "snippet.cu:15" in said
 
 
 def test_a_box_that_is_read_before_it_is_waited_for() -> None:

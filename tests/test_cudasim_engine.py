@@ -2,6 +2,7 @@
 named."""
 
 import re
+import struct
 from typing import Any
 
 import ml_dtypes
@@ -109,7 +110,7 @@ def test_conversions_are_those_of_numpy() -> None:
 def test_an_access_beyond_a_buffer(index: int) -> None:
     """A page or a cache line further on: 16 floats are whole lines."""
     said = fault("out of bounds", body(f"  y[int(threadIdx.x) + {index}] = 1.0f;"), filled(16))
-    assert "buffer 'y' of 64 bytes" in said and "snippet.cu:6" in said
+    assert "buffer 'y' of 64 bytes" in said and "snippet.cu:5" in said
 
 
 def test_a_read_beyond_a_buffer() -> None:
@@ -134,7 +135,7 @@ def test_a_read_between_a_buffer_and_its_end_of_line_gives_nan() -> None:
 @pytest.mark.parametrize("type_", ["float4", "float2", "uint4"])
 def test_a_vector_that_is_not_aligned(type_: str) -> None:
     text = body(f"  const {type_} x = *reinterpret_cast<{type_} *>(y + 1);\n  y[0] = x.x;")
-    assert "snippet.cu:6" in fault("misaligned", text, filled(16))
+    assert "snippet.cu:5" in fault("misaligned", text, filled(16))
 
 
 def test_an_index_outside_an_array() -> None:
@@ -197,7 +198,7 @@ def test_a_barrier_that_some_never_reach() -> None:
         threads=64,
     )  # fmt: skip
     assert "40 of 64 threads wait, 24 have ended" in said
-    assert "40 threads from 0 on" in said and "barrier 0, at snippet.cu:6" in said
+    assert "40 threads from 0 on" in said and "barrier 0, at snippet.cu:5" in said
 
 
 def test_a_named_barrier_for_other_numbers_of_threads() -> None:
@@ -240,20 +241,46 @@ def test_a_lane_that_does_not_come() -> None:
 
 def test_a_loop_without_an_end() -> None:
     text = body("  volatile int x = 1;\n  while (x) {}")
-    assert "snippet.cu:7" in fault("time", text, filled(1), seconds=1)
+    assert "snippet.cu:6" in fault("time", text, filled(1), seconds=1)
 
 
 # ---- Kernels one behind the other ----
 
 
 def test_a_kernel_that_does_not_wait_for_the_one_before() -> None:
-    text = "__global__ void kernel(float *y) { if (threadIdx.x == 40) wait_for_previous(); }"
-    fault("no wait", text, filled(1))
+    text = "__global__ void kernel(float *y) { if (threadIdx.x == 40) PreviousLaunch one(false); }"
+    assert "ends without having waited" in fault("no wait", text, filled(1))
 
 
 def test_memory_that_is_touched_before() -> None:
-    text = "__global__ void kernel(float *y) { float x = y[2]; wait_for_previous(); y[0] = x; }"
+    text = "__global__ void kernel(float *y) { y[0] = 1; const PreviousLaunch previous(false); }"
     assert "buffer 'y' is touched" in fault("no wait", text, filled(4))
+
+
+def test_memory_that_is_touched_beside_the_one_before() -> None:
+    """By a kernel that may: it waits at its end, on every way there."""
+    text = """__global__ void kernel(float *y, int32 beside) {
+      const PreviousLaunch previous(beside);
+      if (threadIdx.x >= 20) return;
+      y[threadIdx.x] = 1.0f;
+    }"""
+    yes, no = struct.pack("i", 1), struct.pack("i", 0)
+    y = filled(32)
+    launch(text, y, yes, beside=True)
+    np.testing.assert_equal(y.values, np.where(np.arange(32) < 20, 1, 7))
+    launch(text, y, no, beside=True)
+    launch(text, y, no)
+    assert "buffer 'y' is touched" in fault("no wait", text, y, yes)
+
+
+def test_a_kernel_that_lets_the_next_begin_too_early() -> None:
+    """Which then waits for this one, and not for the one before it."""
+    let, wait = (f'asm volatile("griddepcontrol.{x};");' for x in ("launch_dependents", "wait"))
+    for beside in (False, True):
+        text = f"__global__ void kernel(float *y) {{ {let} {wait} }}"
+        said = fault("no wait", text, filled(1), beside=beside)
+        assert "the next kernel may begin" in said
+    launch(f"__global__ void kernel(float *y) {{ {wait} {let} }}", filled(1))
 
 
 def test_kernels_that_cannot_be_launched() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from krnl.backends.base import Limits, Memory
 from krnl.backends.cuda import ON_PAPER
 from krnl.backends.cuda_compiler import Kernel
-from krnl.backends.cuda_launch import packed
+from krnl.backends.cuda_launch import parameters
+from krnl.backends.cuda_overlap import beside
 from krnl.errors import BackendError
 from krnl.kernels.cuda.table import table
 from krnl.kernels.cuda.target import Target
@@ -56,21 +57,24 @@ class SimulatedMemory:
 class SimulatedProgram:
     def __init__(self, backend: "SimulatedCudaBackend", plan: Plan, memory: SimulatedMemory):
         self._backend, self._memory = backend, memory
-        self._launches = enqueued(plan)
+        made = [launches(dispatch) for dispatch in plan.dispatches]
+        self._launches = [launch for own in made for launch in own]
+        self._beside = [backend.beside or flag for own in beside(plan, made) for flag in own]
         backend.functions.prepare(map(Kernel.of, self._launches))
 
     def run(self) -> None:
-        for launch in self._launches:
+        for launch, flag in zip(self._launches, self._beside, strict=True):
             kernel = Kernel.of(launch)
             self._backend.executed[kernel] += 1
             try:
                 self._backend.functions[kernel].launch(
-                    self._arguments(launch),
+                    self._parameters(launch, flag),
                     launch.groups,
                     launch.threads,
                     launch.shared,
                     launch.cluster,
                     self._backend.order,
+                    beside=flag,
                 )
             except device.KernelError as fault:
                 fault.add_note(f"in {kernel}")
@@ -79,16 +83,16 @@ class SimulatedProgram:
     def time(self) -> list[float]:
         raise BackendError("A simulator's times say nothing of a GPU's.")
 
-    def _arguments(self, launch: Launch) -> list[bytes]:
+    def _parameters(self, launch: Launch, flag: bool) -> list[bytes]:
         address = self._memory.address
-        return [
-            packed(argument, address, lambda map: device.encoded(map, address(map.buffer)))
-            for argument in launch.arguments
-        ]
+        return parameters(
+            launch, flag, address, lambda map: device.encoded(map, address(map.buffer))
+        )
 
 
 class SimulatedCudaBackend:
-    """`order`: of threads and blocks, see device.py."""
+    """`order`: of threads and blocks, see device.py. `beside`: launches are all told to run beside
+    the one before them, which is over."""
 
     name = "cuda"
     limits: Limits = ON_PAPER.limits
@@ -99,10 +103,12 @@ class SimulatedCudaBackend:
         kernels: Table | None = None,
         functions: build.Kernels | None = None,
         order: int = device.FORWARD,
+        beside: bool = False,
     ) -> None:
         self.kernels = kernels or table(target)
         self.functions = functions or OWN
         self.order = order
+        self.beside = beside
         self.executed: Counter[Kernel] = Counter()
 
     def allocate(self, layout: Layout) -> SimulatedMemory:

@@ -69,6 +69,7 @@ class _Launch(Structure):
         ("cluster", c_uint32),
         ("order", c_uint32),
         ("seconds", c_uint32),
+        ("beside", c_uint32),
         ("report", _Report),
     )
 
@@ -138,9 +139,11 @@ class Function:
         cluster: int = 1,
         order: int = FORWARD,
         seconds: int = SECONDS,
+        beside: bool = False,
     ) -> None:
-        """Runs the kernel over a grid to its end. `arguments` are its parameters' bytes.
-        KernelError says what went wrong."""
+        """Runs the kernel over a grid to its end. `arguments` are its parameters' bytes; `beside`:
+        one of them tells it so, and it need not wait before it touches memory. KernelError says
+        what went wrong."""
         if threads % 32 or not 0 < threads <= 1024:
             raise KernelError("launch", f"{threads} threads are no whole warps, or too many")
         if groups[0] % cluster or not 1 <= cluster <= 16:
@@ -151,7 +154,7 @@ class Function:
         pointers = (c_void_p * max(len(packed), 1))(*(address for address, _ in packed))
         launch = _Launch(
             self._address, ctypes.addressof(pointers), _Index(*groups), threads, shared, cluster,
-            order, seconds,
+            order, seconds, beside,
         )  # fmt: skip
         if not self._engine.cudasim_launch(ctypes.byref(launch)):
             raise self._fault(launch.report)

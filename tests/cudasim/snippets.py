@@ -52,5 +52,5 @@ def body(statements: str, parameters: str = "float *y", head: str = "") -> str:
     """A kernel that does what it must, and then `statements`."""
     return (
         f"{head}\n__global__ void kernel({parameters}) {{\n"
-        f"  let_next_start();\n  wait_for_previous();\n{statements}\n}}\n"
+        f"  const PreviousLaunch previous(false);\n{statements}\n}}\n"
     )

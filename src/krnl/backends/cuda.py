@@ -10,6 +10,7 @@ from krnl.backends.base import Limits, Memory, Paper, Roof
 from krnl.backends.cuda_driver import STEPWISE_VARIABLE, Gpu
 from krnl.backends.cuda_launch import HOPPER, BoundLaunch, Launcher, naming
 from krnl.backends.cuda_memory import CudaMemory, Staging
+from krnl.backends.cuda_overlap import beside
 from krnl.backends.cuda_roof import measure
 from krnl.dtypes import BF16, F16, F32
 from krnl.errors import ConfigError, KrnlError
@@ -138,11 +139,16 @@ class CudaProgram:
         wanted = [launches(dispatch) for dispatch in plan.dispatches]
         self._launcher.prepare([launch for made in wanted for launch in made])
         bound = []
-        for dispatch, made in zip(plan.dispatches, wanted, strict=True):
+        for dispatch, made, flags in zip(
+            plan.dispatches, wanted, beside(plan, wanted), strict=True
+        ):
             label = dispatch.call.label
             with naming(label):
-                bind = self._launcher.bind
-                bound.append(_BoundDispatch(label, [bind(x, self._memory) for x in made]))
+                own = [
+                    self._launcher.bind(launch, self._memory, flag)
+                    for launch, flag in zip(made, flags, strict=True)
+                ]
+            bound.append(_BoundDispatch(label, own))
         return bound
 
     def _capture(self) -> Any:

@@ -16,7 +16,7 @@ from krnl.formats.files import cache_folder
 from krnl.kernels.launch import Argument, Launch, TensorMap
 from krnl.plan.buffer import Buffer
 
-HOPPER = 90  # the first with clusters, and with kernels that start before the last one has ended
+HOPPER = 90  # the first with clusters, and with launches that begin before the last one has ended
 # Element types of a tensor map, as the driver names them; bytes of one, and how it has to lie.
 MAP_TYPES: dict[DType, str] = {
     dtype: f"CU_TENSOR_MAP_DATA_TYPE_{name}"
@@ -59,20 +59,26 @@ class Launcher:
             with naming(kernel := Kernel.of(launch)):
                 self._allow_shared(kernel, launch.shared)
 
-    def bind(self, launch: Launch, memory: CudaMemory) -> BoundLaunch:
-        """Parameters, packed as the kernel takes them."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether launches may begin before the last one has ended."""
+        return self.gpu.capability >= HOPPER
+
+    def bind(self, launch: Launch, memory: CudaMemory, beside: bool) -> BoundLaunch:
+        """Parameters, packed as the kernel takes them. `beside`: it need not wait for the launch
+        before, where launches overlap."""
 
         def encoded(map: TensorMap) -> bytes:
             return self._encoded(map, memory)
 
-        values = [packed(argument, memory.address, encoded) for argument in launch.arguments]
+        values = parameters(launch, beside and self.overlaps, memory.address, encoded)
         kept = tuple(ctypes.create_string_buffer(value, len(value)) for value in values)
-        pointers = (ctypes.c_void_p * max(len(kept), 1))(*map(ctypes.addressof, kept))
+        pointers = (ctypes.c_void_p * len(kept))(*map(ctypes.addressof, kept))
         function = self._functions[Kernel.of(launch)]
         return BoundLaunch(launch, function, ctypes.addressof(pointers), (*kept, pointers))
 
     def launch(self, bound: BoundLaunch, overlap: bool = True) -> None:
-        """Enqueues a launch. From Hopper on it may start before the last one has ended, if it may
+        """Enqueues a launch. From Hopper on it may begin before the last one has ended, if it may
         `overlap`: kernels wait themselves."""
         api, launch = self.gpu.api, bound.launch
         config = api.CUlaunchConfig()
@@ -81,7 +87,7 @@ class Launcher:
         config.sharedMemBytes = launch.shared
         config.hStream = self.gpu.stream
         attributes = []
-        if overlap and self.gpu.capability >= HOPPER:
+        if overlap and self.overlaps:
             attributes.append(self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
             attributes[-1].value.programmaticStreamSerializationAllowed = 1
         if launch.cluster > 1:
@@ -167,7 +173,18 @@ def naming(what: object) -> Iterator[None]:
         raise BackendError(f"{what}: {error}") from None
 
 
-def packed(
+def parameters(
+    launch: Launch,
+    beside: bool,
+    address: Callable[[Buffer], int],
+    encoded: Callable[[TensorMap], bytes],
+) -> list[bytes]:
+    """What a launch hands to its kernel: its arguments, and `beside`."""
+    given = [_packed(argument, address, encoded) for argument in launch.arguments]
+    return [*given, int(beside).to_bytes(4, "little")]
+
+
+def _packed(
     argument: Argument | tuple[Buffer | TensorMap | None, ...],
     address: Callable[[Buffer], int],
     encoded: Callable[[TensorMap], bytes],

@@ -41,6 +41,8 @@ class Launch:
     used), or None where this specialisation has no such argument.
     `constants` specialise it. On Metal they are function constants, by index; in CUDA they are
     template arguments, behind the types and in the order of their indices. `threads` is per group.
+    `independent`: nothing that it touches is written by the launch before it in its dispatch, and
+    it writes nothing that this one touches, so that both may run at once (CUDA).
     """
 
     library: str
@@ -52,6 +54,7 @@ class Launch:
     constants: Mapping[int, bool | int | float] = field(default_factory=dict)
     shared: int = 0  # bytes of shared memory beside what the kernel declares itself (CUDA)
     cluster: int = 1  # blocks along x that run together (CUDA, from sm_90 on)
+    independent: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ const cudasim::Slot *cudasim_exchange(cudasim::Operation, const void *mine, cuda
 void cudasim_sync_block(cudasim::u32 id, cudasim::u32 threads);
 void cudasim_arrive_at_block(cudasim::u32 id, cudasim::u32 threads);
 void cudasim_wait_for_previous(void);
+void cudasim_let_next_begin(void);
 
 // Memory that the threads of a block share: a declared array, by the address of something that is its own; what the
 // launch gives beside; addresses as PTX has them.

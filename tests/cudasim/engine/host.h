@@ -40,6 +40,7 @@ struct Launch {
   void **arguments;
   Index grid;
   u32 threads, shared, cluster, order, seconds;
+  u32 beside;  // it may touch memory before it has waited
   Report report;
 };
 

@@ -248,7 +248,7 @@ void run_cluster(Index first_block) {
   cluster.current = nullptr;
   for (u32 rank = 0; rank < size; rank++)
     set_up_block(*cluster.blocks[rank], {first_block.x + rank, first_block.y, first_block.z}, rank);
-  if (cluster.first) close_gate();
+  if (cluster.first && !cluster.launch->beside) close_gate();
   const Warp &warp = cluster.blocks[cluster.launch->order == 1 ? size - 1 : 0]->warps[0];
   go_on(warp.fibers[0]);
   sim::switch_stack(&cluster.main_stack, cluster.current->stack_pointer);
@@ -344,6 +344,11 @@ void cudasim_wait_for_previous(void) {
   Fiber *fiber = cluster.current;
   fiber->waited_for_previous = true;
   if (cluster.gate_closed) wait_here(CUDASIM_HERE, "the kernel before");
+}
+
+void cudasim_let_next_begin(void) {
+  if (!cluster.current->waited_for_previous)
+    fail("no wait", CUDASIM_HERE, "the next kernel may begin, and the one before is not known to have ended");
 }
 
 u32 cudasim_cluster_rank(void) { return cluster.current->block->rank; }

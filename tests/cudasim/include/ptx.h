@@ -42,7 +42,7 @@ PTX void rcp_approx_ftz_f32(float &to, float from) {
 
 // ---- Kernels one behind the other ----
 
-PTX void griddepcontrol_launch_dependents() {}
+PTX void griddepcontrol_launch_dependents() { cudasim_let_next_begin(); }
 PTX void griddepcontrol_wait() { cudasim_wait_for_previous(); }
 
 // ---- A warp's operations ----
@@ -107,8 +107,9 @@ PTX void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
     u32 to, const void *from, u32 bytes, u32 barrier) {
   cudasim_fetch_bytes(to, from, bytes, barrier);
 }
-// How ordinary writes become visible to the copy engine and the tensor cores is not modelled.
+// How writes become visible to others, and to the copy engine and the tensor cores, is not modelled.
 PTX void fence_proxy_async_shared_cta() {}
+PTX void fence_acq_rel_gpu() {}
 
 // ---- Barriers ----
 

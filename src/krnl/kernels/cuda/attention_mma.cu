@@ -142,7 +142,7 @@ __device__ inline void store_rows(T *head, int stride, int size, int first, int 
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks)
     attention_forward(const T *q, const T *k, const T *v, const int32 *start, const int32 *stop, const int32 *live,
-                      T *o, float *lse, Shape shape) {
+                      T *o, float *lse, Shape shape, int32 beside) {
   constexpr int kKeys = kTile<kWidth>, kTileSize = kKeys * kStride<kWidth>;
   // Below any score. It is finite, so that its distance to a hidden score, -infinity, is defined.
   constexpr float kNoScore = -1e30f;
@@ -150,7 +150,6 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   // In shared memory as there are no registers left: of each query, and of each warp's queries.
   __shared__ int starts[kRows], stops[kRows];
   __shared__ alignas(16) Seen seen_by_warps[kWarps];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int block_first = (shape.blocks - 1 - int(blockIdx.x) / shape.heads) * kRows;
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   const int stride = shape.heads * shape.size, key_stride = shape.key_heads * shape.size;
   k += key_head * shape.size;
   v += key_head * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
 
@@ -259,10 +258,9 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kGradientBlocks<kWidth>)
     attention_query_gradients(const T *d_out, const T *q, const T *k, const T *v, const T *o, const float *lse,
-                              const int32 *start, const int32 *live, T *dq, float *delta, Shape shape) {
+                              const int32 *start, const int32 *live, T *dq, float *delta, Shape shape, int32 beside) {
   constexpr int kKeys = kTile<kWidth>, kTileSize = kKeys * kStride<kWidth>, kPart = 32;
   __shared__ alignas(16) T keys[kPairOfTiles<kWidth>], values[kPairOfTiles<kWidth>];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int block_first = (shape.blocks - 1 - int(blockIdx.x) / shape.heads) * kRows;
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, kGradientBlocks<kWidth>)
   v += key_head * shape.size;
   o += head * shape.size;
   dq += head * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
 
@@ -370,18 +368,17 @@ __global__ void __launch_bounds__(kThreads, kGradientBlocks<kWidth>)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kGradientBlocks<kWidth>)
     attention_key_gradients(const T *d_out, const T *q, const T *k, const T *v, const float *lse, const float *delta,
-                            const int32 *start, const int32 *live, T *dk, T *dv, Shape shape) {
+                            const int32 *start, const int32 *live, T *dk, T *dv, Shape shape, int32 beside) {
   constexpr int kQueries = kTile<kWidth>, kTileSize = kQueries * kStride<kWidth>, kPart = 16;
   __shared__ alignas(16) T query_tiles[kPairOfTiles<kWidth>], d_out_tiles[kPairOfTiles<kWidth>];
   __shared__ alignas(8) float lse_tiles[2][kQueries], delta_tiles[2][kQueries];
   __shared__ int start_tiles[2][kQueries];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int key_head = blockIdx.x % shape.key_heads, group = shape.heads / shape.key_heads;
   const int block_first = blockIdx.x / shape.key_heads * kRows;
   const int first = block_first + warp * kWarpRows;
   const int stride = shape.heads * shape.size, key_stride = shape.key_heads * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
 

@@ -67,16 +67,15 @@ __device__ inline void store(T *row, int size, const float (&sums)[kPerLane], fl
 template <typename T, int kPerLane, bool kAligned, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, max_of(kResident / kWarps, 1))
     attention_forward(const T *q, const T *k, const T *v, const int32 *start, const int32 *stop, const int32 *live,
-                      T *o, float *lse, Shape shape) {
+                      T *o, float *lse, Shape shape, int32 beside) {
   __shared__ float scratch[kWarps][kWidth<kPerLane>], tops[kWarps], totals[kWarps];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int query = shape.blocks - 1 - int(blockIdx.x) / shape.heads;
   const uint64 at = uint64(query) * shape.heads + head, key_stride = shape.key_heads * shape.size;
   k += key_head * shape.size;
   v += key_head * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (query >= *live) return;
 
   const float scale = shape.scale * kLog2E;
@@ -123,16 +122,15 @@ __global__ void __launch_bounds__(kWarps * kWarp, max_of(kResident / kWarps, 1))
 template <typename T, int kPerLane, bool kAligned, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, max_of(kResident / kWarps, 1))
     attention_query_gradients(const T *d_out, const T *q, const T *k, const T *v, const T *o, const float *lse,
-                              const int32 *start, const int32 *live, T *dq, float *delta, Shape shape) {
+                              const int32 *start, const int32 *live, T *dq, float *delta, Shape shape, int32 beside) {
   __shared__ float scratch[kWarps][kWidth<kPerLane>];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int query = shape.blocks - 1 - int(blockIdx.x) / shape.heads;
   const uint64 at = uint64(query) * shape.heads + head, key_stride = shape.key_heads * shape.size;
   k += key_head * shape.size;
   v += key_head * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (query >= *live) return;
 
   float query_row[kPerLane], d_out_row[kPerLane], out_row[kPerLane], sums[kPerLane] = {};
@@ -166,14 +164,13 @@ __global__ void __launch_bounds__(kWarps * kWarp, max_of(kResident / kWarps, 1))
 template <typename T, int kPerLane, bool kAligned, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp, max_of(kResident / kWarps, 1))
     attention_key_gradients(const T *d_out, const T *q, const T *k, const T *v, const float *lse, const float *delta,
-                            const int32 *start, const int32 *live, T *dk, T *dv, Shape shape) {
+                            const int32 *start, const int32 *live, T *dk, T *dv, Shape shape, int32 beside) {
   __shared__ float scratch[kWarps][kWidth<kPerLane>];
-  let_next_start();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int key_head = blockIdx.x % shape.key_heads, key = blockIdx.x / shape.key_heads;
   const int group = shape.heads / shape.key_heads;
   const uint64 key_at = (uint64(key) * shape.key_heads + key_head) * shape.size;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (key >= queries) return;
 

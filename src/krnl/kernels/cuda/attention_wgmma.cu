@@ -207,7 +207,7 @@ struct Softmax {
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
     attention_forward(const __grid_constant__ ForwardMaps maps, const int32 *start, const int32 *stop,
-                      const int32 *live, T *o, float *lse, const __grid_constant__ Shape shape) {
+                      const int32 *live, T *o, float *lse, const __grid_constant__ Shape shape, int32 beside) {
   constexpr int kConsumers = kForwardConsumers<kWidth>, kRows = kConsumers * kConsumerRows;
   using Rows = Ring<kRows, kWidth, 1, kConsumers>;
   using Tiles = Ring<kKeys, kWidth, 2, kConsumers>;
@@ -217,7 +217,6 @@ __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
   const Tiles k = {q.tiles + Rows::kBytes, q.barriers + Rows::kBarriers};
   const Tiles v = {k.tiles + Tiles::kBytes, k.barriers + Tiles::kBarriers};
   uint8 *const staging = v.tiles + Tiles::kBytes;
-  let_next_start();
   if (threadIdx.x == 0) {
     q.init();
     k.init();
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
   __syncthreads();
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int block_first = (shape.blocks - 1 - int(blockIdx.x) / shape.heads) * kRows;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
   if (threadIdx.x == 0) q.fetch(0, &maps.q, head * kWidth, block_first);
@@ -237,6 +236,7 @@ __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<fetch_registers(kConsumers)>();
     if (threadIdx.x == 0) {
+#pragma unroll 1  // registers are few
       for (int i = 0; i < count; i++) {
         k.fetch(i, &maps.k, key_head * kWidth, seen.first + i * kKeys);
         v.fetch(i, &maps.v, key_head * kWidth, seen.first + i * kKeys);
@@ -317,12 +317,12 @@ constexpr int kLanesOfRow = 4;
 
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kGradientRows *kLanesOfRow)
-    attention_row_terms(const T *d_out, const T *o, const float *lse, const int32 *live, float *terms, Shape shape) {
-  let_next_start();
+    attention_row_terms(const T *d_out, const T *o, const float *lse, const int32 *live, float *terms, Shape shape,
+                        int32 beside) {
   const int head = blockIdx.x % shape.heads;
   const int query = blockIdx.x / shape.heads * kGradientRows + threadIdx.x / kLanesOfRow;
   const uint64 rows = uint64(shape.blocks) * kGradientRows;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const bool there = query < *live;
   float sum = 0.0f;
   if (there) {
@@ -353,7 +353,7 @@ struct GradientMaps {
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     attention_query_gradients(const __grid_constant__ GradientMaps maps, const float *terms, const int32 *start,
-                              const int32 *live, T *dq, const __grid_constant__ Shape shape) {
+                              const int32 *live, T *dq, const __grid_constant__ Shape shape, int32 beside) {
   using Rows = Ring<kGradientRows, kWidth, 1, kGradientConsumers>;
   using Tiles = Ring<kKeys, kWidth, 2, kGradientConsumers>;
   extern __shared__ __align__(1024) uint8 shared[];
@@ -363,7 +363,6 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   const Tiles k = {d_out.tiles + Rows::kBytes, d_out.barriers + Rows::kBarriers};
   const Tiles v = {k.tiles + Tiles::kBytes, k.barriers + Tiles::kBarriers};
   uint8 *const staging = v.tiles + Tiles::kBytes;
-  let_next_start();
   if (threadIdx.x == 0) {
     q.init();
     d_out.init();
@@ -374,7 +373,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   __syncthreads();
   const int head = blockIdx.x % shape.heads, key_head = head / (shape.heads / shape.key_heads);
   const int block_first = (shape.blocks - 1 - int(blockIdx.x) / shape.heads) * kGradientRows;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
   if (threadIdx.x == 0) {
@@ -387,6 +386,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<fetch_registers(kGradientConsumers)>();
     if (threadIdx.x == 0) {
+#pragma unroll 1  // registers are few
       for (int i = 0; i < count; i++) {
         k.fetch(i, &maps.k, key_head * kWidth, seen.first + i * kKeys);
         v.fetch(i, &maps.v, key_head * kWidth, seen.first + i * kKeys);
@@ -460,7 +460,7 @@ __device__ inline int end_of_view(const int32 *start, int key, int first, int st
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     attention_key_gradients(const __grid_constant__ GradientMaps maps, const float *terms, const int32 *start,
-                            const int32 *live, T *dk, T *dv, const __grid_constant__ Shape shape) {
+                            const int32 *live, T *dk, T *dv, const __grid_constant__ Shape shape, int32 beside) {
   constexpr int kStages = 4, kQueries = 64;  // of a tile
   using Rows = Ring<kGradientRows, kWidth, 1, kGradientConsumers>;
   using Tiles = Ring<kQueries, kWidth, kStages, kGradientConsumers>;
@@ -472,7 +472,6 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   const Tiles q = {v.tiles + Rows::kBytes, v.barriers + Rows::kBarriers};
   const Tiles d_out = {q.tiles + Tiles::kBytes, q.barriers + Tiles::kBarriers};
   uint8 *const staging = d_out.tiles + Tiles::kBytes;
-  let_next_start();
   if (threadIdx.x == 0) {
     k.init();
     v.init();
@@ -483,7 +482,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   __syncthreads();
   const int key_head = blockIdx.x % shape.key_heads, group = shape.heads / shape.key_heads;
   const int block_first = blockIdx.x / shape.key_heads * kGradientRows;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
   if (threadIdx.x == 0) {

@@ -65,6 +65,7 @@ def backward(call: Call, terms: Buffer | None) -> list[Launch]:
             "g",
             (by_key, terms, start, live, dk, dv),
             2 * (rows + query_tiles),
+            independent=True,
         ),
     ]
 
@@ -89,6 +90,7 @@ class _Kernels:
         heads: str,
         arguments: tuple[Argument | tuple[TensorMap, ...], ...],
         tile_rows: int = 0,
+        independent: bool = False,
     ) -> list[Launch]:
         """Blocks for all rows of the heads that `heads` counts: h or g. Of those that have tiles,
         `tile_rows` are in shared memory."""
@@ -111,6 +113,7 @@ class _Kernels:
                 (self.q.dtype,),
                 {0: d},
                 shared=shared,
+                independent=independent,
             )
         ]
 

@@ -107,19 +107,42 @@ __device__ inline float sigmoid(float x, float &rest) {
   return x >= 0.0f ? larger : smaller;
 }
 
-// Kernels of a graph are launched while the one before still runs (programmatic dependent launch, from sm_90 on). Every
-// kernel lets the next start as soon as there is room for it, and waits for the one before to end before it touches
-// memory that any kernel writes. Since all of them wait, each sees everything that was written before it.
-__device__ inline void let_next_start() {
+// From sm_90 on launches overlap (programmatic dependent launch): one begins when each block of the one before lets it
+// or has ended, and can wait for the end of that one, not of others. So that this is enough, every thread waits before
+// it ends, and no block lets the next launch begin before it has waited. Thus, when launch i begins, i - 2 has ended,
+// for which all blocks of i - 1 have waited; and so have those before it, since i - 2 did not end before i - 3. Only
+// i - 1 may still run, and when that has ended, all have.
+//
+// A kernel makes a PreviousLaunch before it touches memory that kernels write. Usually this waits at once. A launch
+// that is `beside` the one before, as the host says where neither writes what the other touches, works meanwhile and
+// waits at its end, which threads without work reach early. Of what earlier launches wrote it must not find an older
+// state in a cache: the fence sees to that.
+//
+// A launch that does not overlap, such as a graph's first, begins when all before it have ended; its waits are over.
+struct PreviousLaunch {
+  const bool beside;
+
+  __device__ explicit PreviousLaunch(int32 beside) : beside(beside) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (beside) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    } else {
+      wait();
+    }
 #endif
-}
-__device__ inline void wait_for_previous() {
+  }
+  __device__ ~PreviousLaunch() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (beside) wait();
 #endif
-}
+  }
+
+ private:
+  __device__ static void wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+};
 
 // Sums and maxima over a warp, then over a block. All threads take part and all get the result. `scratch` holds kWarp
 // floats of shared memory and may be used again at once.

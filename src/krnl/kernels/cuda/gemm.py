@@ -2,6 +2,7 @@
 fastest."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from krnl.dtypes import BF16, F16, F32
@@ -53,6 +54,15 @@ def _launches(made: Sequence[Product], target: Target, scratch: Buffer | None) -
     ]
 
 
+def _overlapping(launches: Sequence[Launch], scratch: Buffer | None) -> list[Launch]:
+    """Each writes a result of its own, but for the sums of chunks: those of all products lie in the
+    same scratch."""
+    return [
+        replace(launch, independent=scratch is None or scratch not in launch.arguments)
+        for launch in launches
+    ]
+
+
 def hopper_row(op: str, target: Target, tilings: Sequence[Tiling] = TILINGS) -> GpuRow:
     """By gemm_wgmma, cut in one of these ways; members of a group that it cannot take, by the
     others."""
@@ -60,7 +70,7 @@ def hopper_row(op: str, target: Target, tilings: Sequence[Tiling] = TILINGS) -> 
     def launches(call: Call, scratch: Buffer | None) -> list[Launch]:
         jobs, others = gemm_wgmma.jobs(call)
         tiled = [job.launch(job.tiling(target, tilings), target) for job in jobs]
-        return tiled + _launches(others, target, scratch)
+        return _overlapping(tiled + _launches(others, target, scratch), scratch)
 
     return GpuRow(
         op,
@@ -79,13 +89,16 @@ def hopper_rows(target: Target) -> list[GpuRow]:
 def rows(target: Target) -> list[GpuRow]:
     """On all GPUs. A row has the name of the fastest family that takes a member of the group."""
 
+    def launches(call: Call, scratch: Buffer | None) -> list[Launch]:
+        return _overlapping(_launches(products(call), target, scratch), scratch)
+
     def row(op: str, family: str, when: Callable[[Sequence[Product]], bool], why: str) -> GpuRow:
         return GpuRow(
             op,
             kernel=f"{op}_{family}",
             when=lambda call: _types_fit(call) and when(products(call)),
             workspace=lambda call: _workspace(products(call), target),
-            launches=lambda call, scratch: _launches(products(call), target, scratch),
+            launches=launches,
             why=why,
         )
 

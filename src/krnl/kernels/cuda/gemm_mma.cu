@@ -191,11 +191,10 @@ template <typename T, typename O, int kLayout, int kTileM, int kTileN, int kWarp
 __global__ void __launch_bounds__(kWarpsM * kWarpsN * kWarp, 2)
     gemm_mma(const T *a0, const T *b0, const T *a1, const T *b1, const T *a2, const T *b2, const T *adapter_a,
              const T *adapter_b, O *y, const float *scale, const float *bias, const T *residual, const T *gate,
-             const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape) {
+             const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape, int32 beside) {
   using Block = Block<T, kLayout != kTN, kLayout == kNT, kTileM, kTileN, kWarpsM, kWarpsN, kStages>;
   extern __shared__ __align__(128) uint8 ring[];
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const Place tile = locate<kTileM, kTileN>(blockIdx.x, shape.rows, shape.columns);
   const int rows = live_rows<kLayout>(shape.rows, *live);
   if (tile.row >= rows) return;
@@ -239,11 +238,10 @@ __device__ inline Pieces<T> pieces_of_pair(const T *matrix, int column, int colu
 template <typename T, int kTileM, int kTileN, int kWarpsM, int kWarpsN, int kStages, bool kPaired>
 __global__ void __launch_bounds__(kWarpsM * kWarpsN * kWarp, 2)
     gemm_mma_swiglu(const T *x, const T *w_gate, const T *w_up, const T *u, const T *b_gate, const T *b_up, T *gate,
-                    T *up, T *act, const int32 *live, const __grid_constant__ SwigluShape shape) {
+                    T *up, T *act, const int32 *live, const __grid_constant__ SwigluShape shape, int32 beside) {
   using Block = Block<T, true, true, kTileM, kTileN, kWarpsM, kWarpsN, kStages>;
   extern __shared__ __align__(128) uint8 ring[];
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const Place tile = locate<kTileM, kTileN / 2>(blockIdx.x, shape.rows, shape.columns);
   const int rows = min_of(shape.rows, *live);
   if (tile.row >= rows) return;

@@ -70,10 +70,9 @@ template <typename T, typename W, typename O, int kLayout, bool kSwigluBackward>
 __global__ void __launch_bounds__(kThreads, 2)
     gemm_simt(const T *a0, const W *b0, const T *a1, const W *b1, const T *a2, const W *b2, const T *adapter_a,
               const T *adapter_b, O *y, const float *scale, const float *bias, const T *residual, const T *gate,
-              const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape) {
+              const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape, int32 beside) {
   __shared__ __align__(16) Stage a_stage, b_stage;
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const Place tile = locate<kTile, kTile>(blockIdx.x, shape.rows, shape.columns);
   const int rows = live_rows<kLayout>(shape.rows, *live) - tile.row, columns = shape.columns - tile.column;
   if (rows <= 0) return;
@@ -110,9 +109,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename T, typename O, int kLayout, bool kSwigluBackward>
 __global__ void __launch_bounds__(kThreads)
     gemm_reduce(const float *partials, O *y, const float *scale, const float *bias, const T *residual, const T *gate,
-                const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape) {
-  let_next_start();
-  wait_for_previous();
+                const T *up, T *dgate, T *dup, const int32 *live, const __grid_constant__ Shape shape, int32 beside) {
+  const PreviousLaunch previous(beside);
   const int size = shape.rows * shape.columns, index = int(blockIdx.x) * kThreads + int(threadIdx.x);
   const int row = index / shape.columns, column = index % shape.columns;
   if (row >= live_rows<kLayout>(shape.rows, *live)) return;
@@ -126,10 +124,9 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads, 2)
     gemm_simt_swiglu(const T *x, const W *w_gate, const W *w_up, const T *u, const T *b_gate, const T *b_up, T *gate,
-                     T *up, T *act, const int32 *live, const __grid_constant__ SwigluShape shape) {
+                     T *up, T *act, const int32 *live, const __grid_constant__ SwigluShape shape, int32 beside) {
   __shared__ __align__(16) Stage a_stage, b_stage;
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const Place tile = locate<kTile, kTile / 2>(blockIdx.x, shape.rows, shape.columns);
   const int rows = min_of(shape.rows, *live) - tile.row, columns = shape.columns - tile.column;
   if (rows <= 0) return;

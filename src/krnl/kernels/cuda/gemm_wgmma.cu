@@ -505,12 +505,11 @@ struct Kernel {
 template <typename T, int kLayout, int kEpilogue, int kTileM, int kTileN, int kStages, int kSplit, bool kHandsOver>
 __global__ void __launch_bounds__((kTileM / 64 + 1) * kWarpgroup, 1)
     gemm_wgmma(const __grid_constant__ Maps maps, const __grid_constant__ Results results, const int32 *live,
-               const __grid_constant__ Shape shape) {
+               const __grid_constant__ Shape shape, int32 beside) {
   using Kernel = Kernel<T, Layout(kLayout), Epilogue(kEpilogue), kTileM, kTileN, kStages, kSplit, kHandsOver>;
   // 1,024 bytes is the period of the swizzle.
   extern __shared__ __align__(1024) uint8 tiles[];
   __shared__ uint64 full[kStages], empty[kStages], handed[Kernel::kMultiplyingWarps], taken[Kernel::kMultiplyingWarps];
-  let_next_start();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; stage++) {
       init_barrier(&full[stage], 1);
@@ -525,7 +524,7 @@ __global__ void __launch_bounds__((kTileM / 64 + 1) * kWarpgroup, 1)
     prefetch(&maps.b[0]);
   }
   __syncthreads();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   uint8 *const staging = tiles + kStages * Kernel::Operands::kBytes;
   const int rank = kSplit > 1 ? cluster_rank() : 0;
   Kernel kernel{maps, shape, results, {tiles, full, empty}, staging, handed, taken, *live, rank};

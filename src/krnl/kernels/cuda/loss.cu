@@ -8,14 +8,13 @@
 template <typename T, bool kVectorised, bool kGradient>
 __global__ void __launch_bounds__(kMostThreads)
     cross_entropy(const int32 *target, const f32 *loss_scale, const int32 *live, T *logits, f32 *losses,
-                  const uint32 classes) {
+                  const uint32 classes, int32 beside) {
   // Vectors of a thread whose loads wait for memory together.
   constexpr int kAtOnce = kVectorised ? 2 : 1;
   __shared__ float scratch[kWarp];
-  let_next_start();
   const uint32 row = blockIdx.x, first = kVector * threadIdx.x, stride = kVector * blockDim.x;
   T *x = logits + uint64(row) * classes;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (row >= uint32(*live)) return;
 
   const uint32 label = target[row];
@@ -58,10 +57,10 @@ __global__ void __launch_bounds__(kMostThreads)
 }
 
 // Adds the live rows' losses, always in the same order, to the loss that is there. One block.
-__global__ void __launch_bounds__(kMostThreads) sum_losses(const f32 *losses, const int32 *live, f32 *loss) {
+__global__ void __launch_bounds__(kMostThreads)
+    sum_losses(const f32 *losses, const int32 *live, f32 *loss, int32 beside) {
   __shared__ float scratch[kWarp];
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   float sum = 0.0f;
   for (uint32 row = threadIdx.x; row < rows; row += blockDim.x) sum += losses[row];

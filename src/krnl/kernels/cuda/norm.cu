@@ -43,13 +43,12 @@ struct TwinOf<f32> {
 template <typename T, bool kVectorised, bool kTwin>
 __global__ void __launch_bounds__(kMostThreads)
     rms_norm(const T *x, const f32 *w, const int32 *live, T *y, f32 *rstd, typename TwinOf<T>::type *twin,
-             const Rows rows) {
-  let_next_start();
+             const Rows rows, int32 beside) {
   const uint32 width = rows.width;
   const Team team(width);
   const uint32 stride = kVector * team.threads, lap = kHeld * stride;
   const uint64 start = uint64(team.row) * width;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (team.row >= uint32(*live) * rows.per_token) return;
 
   Vector held[kHeld];
@@ -82,13 +81,12 @@ __global__ void __launch_bounds__(kMostThreads)
 template <typename T, bool kVectorised, bool kResidual>
 __global__ void __launch_bounds__(kMostThreads)
     rms_norm_backward(const T *dy, const T *x, const f32 *w, const f32 *rstd, const T *residual, const int32 *live,
-                      T *dx, const Rows rows) {
-  let_next_start();
+                      T *dx, const Rows rows, int32 beside) {
   const uint32 width = rows.width;
   const Team team(width);
   const uint32 stride = kVector * team.threads, lap = kHeld * stride;
   const uint64 start = uint64(team.row) * width;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (team.row >= uint32(*live) * rows.per_token) return;
 
   const float scale = rstd[team.row];

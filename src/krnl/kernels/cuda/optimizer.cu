@@ -14,12 +14,11 @@ struct Blocks {
 // range of float earlier than those of the mean gradient. Not finite where a gradient is not.
 template <bool kVectorised>
 __global__ void __launch_bounds__(kMostThreads)
-    sum_squares(const f32 *grad, const Hyper *hyper, f32 *sums, const Blocks blocks) {
+    sum_squares(const f32 *grad, const Hyper *hyper, f32 *sums, const Blocks blocks, int32 beside) {
   __shared__ float scratch[kWarp];
-  let_next_start();
   const uint32 start = blockIdx.x * blocks.block, size = min_of(blocks.block, blocks.count - start);
   const f32 *own = grad + start;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const float scale = hyper->gradient_scale;
   float squares = 0.0f;
 #pragma unroll 2
@@ -38,10 +37,9 @@ __global__ void __launch_bounds__(kMostThreads)
 // The root of the sum of the blocks, in one block. Not finite where the loss is not: adamw, and the host, look at the
 // norm alone.
 __global__ void __launch_bounds__(kMostThreads)
-    gradient_norm(const f32 *sums, const f32 *loss, f32 *norm, const uint32 count) {
+    gradient_norm(const f32 *sums, const f32 *loss, f32 *norm, const uint32 count, int32 beside) {
   __shared__ float scratch[kWarp];
-  let_next_start();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   float sum = 0.0f;
   for (uint32 block = threadIdx.x; block < count; block += blockDim.x) sum += sums[block];
   sum = block_sum(sum, scratch);
@@ -53,10 +51,9 @@ __global__ void __launch_bounds__(kMostThreads)
 template <bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
     adamw(const f32 *grad, const f32 *norm, const Hyper *hyper, f32 *param, f32 *first, f32 *second,
-          const uint32 count) {
-  let_next_start();
+          const uint32 count, int32 beside) {
   const uint64 at = first_element();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (at >= count || !is_finite(*norm)) return;
   const Hyper h = *hyper;
   const uint32 j = uint32(at);

@@ -5,19 +5,17 @@
 // ---- Conversions ----
 
 template <typename From, typename To, bool kVectorised>
-__global__ void __launch_bounds__(kPointwiseThreads) cast(const From *x, To *y, const uint32 count) {
-  let_next_start();
+__global__ void __launch_bounds__(kPointwiseThreads) cast(const From *x, To *y, const uint32 count, int32 beside) {
   const uint64 j = first_element();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (j >= count) return;
   store<kVectorised>(y, uint32(j), count, load<kVectorised>(x, uint32(j), count));
 }
 
 template <bool kVectorised>
-__global__ void __launch_bounds__(kPointwiseThreads) zero(f32 *x, const uint32 count) {
-  let_next_start();
+__global__ void __launch_bounds__(kPointwiseThreads) zero(f32 *x, const uint32 count, int32 beside) {
   const uint64 j = first_element();
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (j >= count) return;
   store<kVectorised>(x, uint32(j), count, Vector{});
 }
@@ -27,10 +25,9 @@ __global__ void __launch_bounds__(kPointwiseThreads) zero(f32 *x, const uint32 c
 // Row index[i] of x into row i of y, converted; zeros where index[i] is negative.
 template <typename T, typename From, bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    gather_rows(const From *x, const int32 *index, const int32 *live, T *y, const uint32 width) {
-  let_next_start();
+    gather_rows(const From *x, const int32 *index, const int32 *live, T *y, const uint32 width, int32 beside) {
   const uint32 j = uint32(first_element());
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y) {
     const int32 from = index[row];
@@ -43,10 +40,9 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 // Row i of x into row index[i] of y.
 template <typename T, bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    scatter_rows(const T *x, const int32 *index, const int32 *live, T *y, const uint32 width) {
-  let_next_start();
+    scatter_rows(const T *x, const int32 *index, const int32 *live, T *y, const uint32 width, int32 beside) {
   const uint32 j = uint32(first_element());
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y)
     store<kVectorised>(y + uint64(index[row]) * width, j, width,
@@ -58,10 +54,9 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 // silu(gate) ∘ up.
 template <typename T, bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    swiglu(const T *gate, const T *up, const int32 *live, T *act, const uint32 width) {
-  let_next_start();
+    swiglu(const T *gate, const T *up, const int32 *live, T *act, const uint32 width, int32 beside) {
   const uint32 j = uint32(first_element());
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y) {
     const uint64 start = uint64(row) * width;
@@ -80,10 +75,9 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 template <typename T, bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
     swiglu_backward(const T *dact, const T *gate, const T *up, const int32 *live, T *dgate, T *dup, T *act,
-                    const uint32 width) {
-  let_next_start();
+                    const uint32 width, int32 beside) {
   const uint32 j = uint32(first_element());
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y) {
     const uint64 start = uint64(row) * width;
@@ -114,10 +108,9 @@ struct Table {
 // overflow drops whole turns: a position of a million costs no accuracy, and consumers' GPUs are slow at double.
 __global__ void __launch_bounds__(kPointwiseThreads)
     rope_table(const int32 *position, const f32 *inv_freq, const int32 *live, f32 *cosines, f32 *sines,
-               const Table table) {
-  let_next_start();
+               const Table table, int32 beside) {
   const uint32 j = blockIdx.x * blockDim.x + threadIdx.x;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (j >= table.pairs) return;
   // |inv_freq| = significand · 2^-shift; 2^64 / 2π = 0x28BE60DB9391054A.
   const uint32 bits = __float_as_uint(inv_freq[j]), exponent = bits >> 23 & 0xFF, rows = *live;
@@ -144,12 +137,11 @@ struct Heads {
 // Rotates the pairs (x[j], x[j + pairs]) of each head by sign · angle.
 template <typename T, bool kVectorised>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    rope(const T *x, const f32 *cosines, const f32 *sines, const int32 *live, T *y, const Heads shape) {
-  let_next_start();
+    rope(const T *x, const f32 *cosines, const f32 *sines, const int32 *live, T *y, const Heads shape, int32 beside) {
   const uint32 pairs = shape.pairs, vectors = pieces(pairs, uint32(kVector)),
                item = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32 head = item / vectors, j = item % vectors * kVector;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   if (head >= shape.heads) return;
   const uint32 rows = *live;
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -193,10 +185,9 @@ struct Dropout {
 template <typename T, bool kVectorised, bool kResidual>
 __global__ void __launch_bounds__(kPointwiseThreads)
     dropout(const T *x, const int32 *document, const int32 *position, const uint32 *key, const T *residual,
-            const int32 *live, T *y, const Dropout shape) {
-  let_next_start();
+            const int32 *live, T *y, const Dropout shape, int32 beside) {
   const uint32 j = uint32(first_element()), width = shape.width;
-  wait_for_previous();
+  const PreviousLaunch previous(beside);
   const uint32 rows = *live;
   const uint2 keys = {key[0], key[1]};
   for (uint32 row = blockIdx.y; row < rows; row += gridDim.y) {
