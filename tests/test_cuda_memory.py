@@ -3,14 +3,18 @@
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cuda_programs import buffers, launch, parameters, planned, table, twice
 from fake_cuda import HOST_SEEN_FROM_GPU, FakeDriver, installed
+from generation import make
+from krnl.backends import cuda_memory
 from krnl.backends.cuda import ON_PAPER, RESERVE, CudaBackend
 from krnl.bench import trainer
+from krnl.data.packing import pack
 from krnl.dtypes import BF16, F16, F32, I32, DType
 from krnl.errors import PlanError
 from krnl.kernels.launch import GpuRow
@@ -20,7 +24,7 @@ from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table
 from krnl.plan.step import Step
 from krnl.training.memory import memory_use
-from tiny import ALL, Run, write_model
+from tiny import ALL, Run, make_documents, write_model
 
 pytestmark = pytest.mark.usefixtures("apart")
 
@@ -193,6 +197,72 @@ def test_what_is_planned_is_what_is_allocated(
     assert sum(hosted) == use.hosted and (use.hosted > 0) == (kind == "untied")
     for name, buffer in run.planned.decoder.weights.held.items():
         np.testing.assert_array_equal(run.memory.read(buffer), model.checkpoint.read(name))
+
+
+COPY_IN, COPY_OUT, WAIT = "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuStreamSynchronize"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_update_asks_little_of_the_driver(
+    dropout: float, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A copy and a graph for each pass, a copy and a graph for the optimizer, and what came of it
+    is waited for once."""
+    monkeypatch.setattr(cuda_memory, "STAGING", 1 << 20)
+    adapter = replace(ALL, dropout=dropout)
+    run = Run(write_model(tmp_path / "model"), adapter, CudaBackend(), activation=BF16)
+    first, second = (pack(make_documents(lengths), 64)[0] for lengths in ((20, 30), (9, 14)))
+    calls, inputs = driver.calls, run.planned.programs.inputs
+    calls.clear()
+    for work in (first, second):
+        run.session.loss_scale = 8.0
+        run.session.accumulate(work, 3)
+    assert calls == [COPY_IN, COPY_IN, "cuGraphLaunch", COPY_IN, "cuGraphLaunch"]  # and the scale
+    calls.clear()
+    run.session.update(np.arange(inputs.hyper.size))
+    assert calls == [COPY_IN, "cuGraphLaunch", COPY_OUT, WAIT]
+    live, targets = second.live, len(second.target)
+    slot = np.full(live, -1)
+    slot[second.target_row] = np.arange(targets)
+    expected: dict[Buffer | None, Any] = {
+        inputs.live: [live],
+        inputs.live_targets: [targets],
+        inputs.live_chunk: [targets],
+        inputs.tokens: second.tokens,
+        inputs.position: second.position,
+        inputs.start[None]: second.doc_start,
+        inputs.stop: np.arange(live) + 1,
+        inputs.target_row: second.target_row,
+        inputs.target: second.target,
+        inputs.slot: slot,
+        inputs.document: second.document,
+        inputs.dropout_key: [5, 3],
+        inputs.loss_scale: [8.0],
+        inputs.hyper: np.arange(inputs.hyper.size),
+    }
+    assert (None in expected) == (dropout == 0)
+    for buffer, values in expected.items():
+        if buffer is not None:
+            np.testing.assert_array_equal(run.memory.read(buffer.rows(0, len(values))), values)
+
+
+def test_a_token_asks_little_of_the_driver(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the model reads next is one copy."""
+    monkeypatch.setattr(cuda_memory, "STAGING", 1 << 20)
+    generator = make(write_model(tmp_path / "model"), CudaBackend(), 40, slots=3, activation=BF16)
+    driver.calls.clear()
+    generator._run(True, np.array([7, 8]), [(0, 12, 1), (2, 5, 1)], [0, 1])
+    assert driver.calls == [COPY_IN, "cuGraphLaunch", COPY_OUT, WAIT]
+    inputs = generator._next_inputs
+    for buffer, values in (
+        (inputs.live, [2]), (inputs.live_picks, [2]), (inputs.tokens, [7, 8]),
+        (inputs.position, [12, 5]), (inputs.row, [12, 85]), (inputs.start[None], [0, 80]),
+        (inputs.stop, [13, 86]), (inputs.pick, [0, 1]),
+    ):  # fmt: skip
+        got = generator._memory.read(buffer.rows(0, len(values)))
+        np.testing.assert_array_equal(got, values)
 
 
 def test_the_peak_of_a_benchmark_is_what_the_gpu_holds(

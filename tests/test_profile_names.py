@@ -31,26 +31,26 @@ bwd dh = dlogits@W
 bwd dx = rms_norm_backward(dh, x)
 bwd dx = gather_rows(dx)
 bwd h = rms_norm(x)
-bwd dB of down += dxᵀ@u
 bwd v of down = dx@B
+bwd dB of down += dxᵀ@u
 bwd ds = dx@W + v@A; dgate, dup = swiglu'(ds)
 bwd dA of down += vᵀ@s
-bwd dB of gate, up += dgateᵀ@u, dupᵀ@u
 bwd v of gate, up = dgate@B, dup@B
-bwd dA of gate, up += vᵀ@h
+bwd dB of gate, up += dgateᵀ@u, dupᵀ@u
 bwd dh = dgate@W + dup@W + v@A
+bwd dA of gate, up += vᵀ@h
 bwd dx = rms_norm_backward(dh, x, dx)
-bwd dB of o += dxᵀ@u
 bwd v of o = dx@B
-bwd dA of o += vᵀ@att
+bwd dB of o += dxᵀ@u
 bwd datt = dx@W + v@A
+bwd dA of o += vᵀ@att
 bwd dq, dk, dv = attention_backward(datt, q, k, v, att)
 bwd dq = rope(dq)
 bwd dk = rope(dk)
-bwd dB of q, k, v += dqᵀ@u, dkᵀ@u, dvᵀ@u
 bwd v of q, k, v = dq@B, dk@B, dv@B
-bwd dA of q, k, v += vᵀ@h
+bwd dB of q, k, v += dqᵀ@u, dkᵀ@u, dvᵀ@u
 bwd dh = dq@W + dk@W + dv@W + v@A
+bwd dA of q, k, v += vᵀ@h
 """
 
 

@@ -18,9 +18,11 @@ from krnl.formats.peft import read_adapter
 from krnl.formats.resume import newest
 from krnl.formats.safetensors import read_tensors, write_safetensors
 from krnl.model import Model
+from krnl.training import loop
 from krnl.training.config import TrainConfig
 from krnl.training.loop import load_data, starting_adapter, train
 from krnl.training.schedule import learning_rate
+from krnl.training.session import Session
 from runs import (
     CLOCK,
     adapter_bytes,
@@ -106,6 +108,30 @@ def test_what_the_folder_holds(tmp_path, model, validated):
     assert (content["r"], content["lora_alpha"], content["peft_type"]) == (3, 6.0, "LORA")
     assert content["base_model_name_or_path"] == str(model)
     assert json.loads((tmp_path / "out/train.json").read_text())["epochs"] == 3
+
+
+def test_rows_are_packed_while_the_device_computes(tmp_path, model, data, monkeypatch):
+    """Those of the next update, before the loss of this one is waited for; each once."""
+    run(settings(model, data, tmp_path / "before", steps=7))
+    happened: list[str] = []
+
+    def noted(owner: Any, function: str) -> None:
+        original = getattr(owner, function)
+
+        def call(*arguments: Any) -> Any:
+            happened.append(function)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, function, call)
+
+    noted(Session, "accumulate")
+    noted(Session, "update")
+    noted(loop.Run, "_batch")
+    run(settings(model, data, tmp_path / "out", steps=7))
+    a, u, b = "accumulate", "update", "_batch"
+    kept = [x for i, x in enumerate(happened) if x != a or happened[i - 1] != a]
+    assert kept == [b, *[a, b, u] * 6, a, u]
+    assert timeless(tmp_path / "out") == timeless(tmp_path / "before")
 
 
 def test_steps_may_end_in_the_middle_of_an_epoch(tmp_path, model, data):

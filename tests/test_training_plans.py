@@ -56,6 +56,27 @@ def test_training_programs_keep_what_they_need(
     check_memory(split, largest)
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("kind", ["qwen3", "window"])
+def test_inputs_lie_side_by_side(kind: str, adapter: str, tmp_path: Path) -> None:
+    """Every part is read by a program, begins where a buffer of its own might, and shares nothing
+    with the others; together they take no more than they would apart."""
+    model = write_model(tmp_path, kind)
+    planned = plan_model(model, ADAPTERS[adapter], tokens=100)
+    inputs = vars(planned.programs.inputs).values()
+    buffers = {b for x in inputs for b in (x.values() if isinstance(x, dict) else [x]) if b}
+    whole = planned.programs.inputs.whole
+    parts = sorted((b for b in buffers - {whole} if b.root is whole), key=lambda b: b.start)
+    plans = [planned.accumulate, planned.evaluate, planned.update]
+    read = [b for p in plans for d in p.dispatches for b in d.call.reads() if b.root is whole]
+    for part in parts:
+        assert part.start * part.dtype.size % ALIGNMENT == 0
+        assert any(part.start <= b.start < part.start + part.size for b in read), part
+    assert all(a.start + a.size <= b.start for a, b in pairwise(parts))
+    apart = sum(-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b in buffers - {whole})
+    assert planned.accumulate.layout.reserved(Kind.INPUT) <= apart
+
+
 def test_the_arena_is_close_to_what_is_alive(model: Model) -> None:
     planned = plan_model(model, tokens=200)
     alive = max(most_alive(p) for p in (planned.accumulate, planned.evaluate, planned.update))

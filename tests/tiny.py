@@ -174,11 +174,11 @@ class Run:
         self.session.restore(param, zeros, zeros)
 
     def poison(self) -> None:
-        """NaN in every temp and between them; indices that point nowhere in the inputs."""
+        """NaN in every temp and between them; indices that point nowhere in the inputs, beyond what
+        a pass puts there."""
         for buffer in self.planned.accumulate.layout.places:
             if buffer.kind is Kind.TEMP:
                 self.memory.write(buffer, np.full(buffer.shape, np.nan))
-            elif buffer.kind is Kind.INPUT and buffer.shape == (self.planned.programs.capacity,):
-                self.memory.write(buffer, np.full(buffer.shape, 2**30))
+        self.session._fed[:] = 2**30
         if hasattr(self.memory, "poison"):
             self.memory.poison()

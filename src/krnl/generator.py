@@ -3,7 +3,7 @@ of one cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from krnl.model import Model, adapter_shapes
 from krnl.models.decoder import Decoder
 from krnl.models.generation_programs import GenerationPrograms
 from krnl.plan.arena import plan
+from krnl.plan.buffer import Buffer
 
 # Tokens that a pass over prompts reads at once, and prompts that are answered side by side.
 PROMPT_TOKENS = 256
@@ -178,22 +179,24 @@ class Generator:
         i = self._next_inputs if single else self._prompt_inputs
         position = np.concatenate([first + np.arange(count) for _, first, count in rows])
         base = np.concatenate([np.full(count, slot * self.context) for slot, _, count in rows])
-        values = [
+        values: list[tuple[Buffer, Any]] = [
+            (i.live, [len(tokens)]),
+            (i.live_picks, [len(picks)]),
             (i.tokens, tokens),
             (i.position, position),
             (i.row, base + position),
             (i.stop, base + position + 1),
+            (i.pick, picks),
         ]
         for window, start in i.start.items():
             first = (
                 np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
             )
             values.append((start, base + first))
-        values.append((i.pick, np.array(picks, np.int32)))
-        for buffer, array in values:
-            self._memory.write(buffer.rows(0, len(array)), array)
-        self._memory.write(i.live, np.array([len(tokens)]))
-        self._memory.write(i.live_picks, np.array([len(picks)]))
+        fed = np.zeros(i.whole.size, np.int32)
+        for part, array in values:
+            fed[part.start : part.start + len(array)] = array
+        self._memory.write(i.whole, fed)
         (self._next_program if single else self._prompt_program).run()
         logits = self._next_logits if single else self._prompt_logits
         return self._memory.read(logits.rows(0, len(picks)))

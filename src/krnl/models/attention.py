@@ -104,8 +104,8 @@ class Attention:
     ) -> Buffer | None:
         """The gradient at x, or None when nothing below is trained (not `wanted`)."""
         v_o = self.o.up_backward(step, (dy,), s.o_u)
-        self.o.down_backward(step, v_o, s.o.flat(), at.noise)
         do = self.o.input_gradient(step, (dy,), v_o, at.noise).heads(self.config.heads)
+        self.o.down_backward(step, v_o, s.o.flat(), at.noise)
         dq, dk, dv = step(
             attention_backward,
             do,
@@ -123,12 +123,14 @@ class Attention:
             dv.flat(),
         )
         v_qkv = self.qkv.up_backward(step, dqkv, s.qkv_u)
+        h = None
         if v_qkv is not None:
             h, _ = step(rms_norm, s.x, self.norm, eps=self.config.rms_norm_eps)
+        dh = self.qkv.input_gradient(step, dqkv, v_qkv, at.noise) if wanted else None
+        if h is not None:
             self.qkv.down_backward(step, v_qkv, h, at.noise)
-        if not wanted:
+        if dh is None:
             return None
-        dh = self.qkv.input_gradient(step, dqkv, v_qkv, at.noise)
         dx: Buffer = step(rms_norm_backward, dh, s.x, self.norm, s.rstd, dy)
         return dx
 

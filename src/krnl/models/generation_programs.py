@@ -3,9 +3,10 @@ again."""
 
 from dataclasses import dataclass
 
-from krnl.dtypes import F32, I32
+from krnl.dtypes import F32
 from krnl.models.attention import Cache, Context
 from krnl.models.decoder import Decoder
+from krnl.models.inputs import side_by_side, start_names
 from krnl.ops.norm import rms_norm
 from krnl.ops.pointwise import embedding, gather_rows, rope_table
 from krnl.plan.buffer import Buffer, Kind
@@ -16,6 +17,7 @@ from krnl.plan.step import Step
 class ReadInputs:
     """What the host writes before up to n tokens are read, of any mix of sequences."""
 
+    whole: Buffer  # of which all are parts
     live: Buffer
     tokens: Buffer
     position: Buffer
@@ -63,16 +65,18 @@ class GenerationPrograms:
 
 
 def _inputs(name: str, tokens: int, picks: int, windows: set[int | None]) -> ReadInputs:
-    def words(what: str, size: int) -> Buffer:
-        return Buffer(f"{name}.{what}", (size,), I32, Kind.INPUT)
-
+    starts = start_names(windows)
+    by_token = ["tokens", "position", "row", *starts.values(), "stop"]
+    sizes = {"live": 1, "live_picks": 1, **dict.fromkeys(by_token, tokens), "pick": picks}
+    parts = side_by_side(f"{name}.inputs", sizes)
     return ReadInputs(
-        live=words("live", 1),
-        tokens=words("tokens", tokens),
-        position=words("position", tokens),
-        row=words("row", tokens),
-        start={w: words(f"start_{w}" if w else "start", tokens) for w in windows},
-        stop=words("stop", tokens),
-        pick=words("pick", picks),
-        live_picks=words("live_picks", 1),
+        whole=parts["live"].root,
+        live=parts["live"],
+        tokens=parts["tokens"],
+        position=parts["position"],
+        row=parts["row"],
+        start={window: parts[start] for window, start in starts.items()},
+        stop=parts["stop"],
+        pick=parts["pick"],
+        live_picks=parts["live_picks"],
     )

@@ -138,11 +138,11 @@ class LoraGroup:
     def up_backward(
         self, step: Step, dy: tuple[Buffer, ...], u: Buffer | None, live: Buffer | None = None
     ) -> Buffer | None:
-        """Adds to dB; returns v = (dy B) ∘ scale, or None where nothing is adapted."""
+        """v = (dy B) ∘ scale, or None where nothing is adapted. Adds to dB."""
         if not self.rank:
             return None
-        step(lora_b_grad, dy, u, into=self.trained.db, live=live)
         v: Buffer = step(lora_up_backward, dy, self.b, self.scale, live=live)
+        step(lora_b_grad, dy, u, into=self.trained.db, live=live)
         return v
 
     def down_backward(

@@ -55,8 +55,8 @@ class Mlp:
             )
         dgate, dup = self._down_backward(step, dy, gate, up, s.down_u, noise)
         v = self.gate_up.up_backward(step, (dgate, dup), s.gate_up_u)
-        self.gate_up.down_backward(step, v, h, noise)
         dh = self.gate_up.input_gradient(step, (dgate, dup), v, noise)
+        self.gate_up.down_backward(step, v, h, noise)
         dx: Buffer = step(rms_norm_backward, dh, s.x, self.norm, s.rstd, dy)
         return dx
 

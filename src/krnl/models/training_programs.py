@@ -4,9 +4,10 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
-from krnl.dtypes import F32, I32
+from krnl.dtypes import F32
 from krnl.models.attention import Context
 from krnl.models.decoder import Decoder, LayerSaved
+from krnl.models.inputs import side_by_side, start_names
 from krnl.models.lora import Dropout
 from krnl.ops.loss import cross_entropy, cross_entropy_loss
 from krnl.ops.norm import rms_norm, rms_norm_backward
@@ -26,45 +27,55 @@ LOGITS_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the host writes before a pass. All have the pass's capacity n, but for the counts."""
+    """What the host writes before a pass, but for the last two. All have the pass's capacity n, but
+    for the counts."""
 
+    whole: Buffer  # of which all int32 are parts
     live: Buffer
+    live_targets: Buffer
+    live_chunk: Buffer  # labelled tokens in each chunk of the head
     tokens: Buffer
     position: Buffer
-    document: Buffer  # which row of the update a token belongs to
     start: dict[int | None, Buffer]  # the first key a token sees, by window
     stop: Buffer
     target_row: Buffer  # labelled tokens, in order
     target: Buffer  # what follows each
-    slot: Buffer  # the inverse of target_row: a token's place among the labelled, or -1
-    live_targets: Buffer
-    live_chunk: Buffer  # labelled tokens in each chunk of the head
-    loss_scale: Buffer
-    dropout_key: Buffer  # seed, update
-    hyper: Buffer  # see ops/optimizer.py
+    # The inverse of target_row: a token's place among the labelled, or -1. None where no layer is
+    # differentiated.
+    slot: Buffer | None
+    # Which row of the update a token belongs to; seed, update. None without dropout.
+    document: Buffer | None
+    dropout_key: Buffer | None
+    loss_scale: Buffer  # written where it changes
+    hyper: Buffer  # written before an update; see ops/optimizer.py
 
 
-def _inputs(n: int, chunks: int, windows: set[int | None]) -> Inputs:
-    def words(name: str, size: int) -> Buffer:
-        return Buffer(name, (size,), I32, Kind.INPUT)
-
+def _inputs(
+    n: int, chunks: int, windows: set[int | None], differentiated: bool, dropped: bool
+) -> Inputs:
+    starts = start_names(windows)
+    sizes = {"live": 1, "live_targets": 1, "live_chunk": chunks, "tokens": n, "position": n}
+    sizes |= {name: n for name in [*starts.values(), "stop", "target_row", "target"]}
+    if differentiated:
+        sizes["slot"] = n
+    if dropped:
+        sizes |= {"document": n, "dropout_key": 2}
+    parts = side_by_side("inputs", sizes)
     return Inputs(
-        live=words("live", 1),
-        tokens=words("tokens", n),
-        position=words("position", n),
-        document=words("document", n),
-        start={
-            w: words(f"start_{w}" if w else "start", n)
-            for w in sorted(windows, key=lambda w: w or 0)
-        },
-        stop=words("stop", n),
-        target_row=words("target_row", n),
-        target=words("target", n),
-        slot=words("slot", n),
-        live_targets=words("live_targets", 1),
-        live_chunk=words("live_chunk", chunks),
+        whole=parts["live"].root,
+        live=parts["live"],
+        live_targets=parts["live_targets"],
+        live_chunk=parts["live_chunk"],
+        tokens=parts["tokens"],
+        position=parts["position"],
+        start={window: parts[name] for window, name in starts.items()},
+        stop=parts["stop"],
+        target_row=parts["target_row"],
+        target=parts["target"],
+        slot=parts.get("slot"),
+        document=parts.get("document"),
+        dropout_key=parts.get("dropout_key"),
         loss_scale=Buffer("loss_scale", (1,), F32, Kind.INPUT),
-        dropout_key=words("dropout_key", 2),
         hyper=Buffer("hyper", (len(HYPER),), F32, Kind.INPUT),
     )
 
@@ -88,18 +99,24 @@ class TrainingPrograms:
         self.lowest = min(adapted, default=len(decoder.layers))
         row_bytes = decoder.config.vocab_size * decoder.activation.size
         self.chunk = min(capacity, max(head_rows, LOGITS_BYTES // row_bytes))
-        self.inputs = _inputs(capacity, -(-capacity // self.chunk), set(decoder.config.windows))
-        i = self.inputs
-        self.noise = Dropout(dropout, i.document, i.position, i.dropout_key) if dropout else None
+        self.inputs = i = _inputs(
+            capacity,
+            -(-capacity // self.chunk),
+            set(decoder.config.windows),
+            differentiated=self.trained > 0,
+            dropped=dropout > 0,
+        )
+        self.noise = None
+        if i.document is not None and i.dropout_key is not None:
+            self.noise = Dropout(dropout, i.document, i.position, i.dropout_key)
         self.loss = Buffer(
             "loss", (1,), F32, Kind.STATE
         )  # summed over the targets of this update so far
-        self.update_loss = Buffer(
-            "update_loss", (1,), F32, Kind.STATE
-        )  # the sum that the last update ended with
-        self.grad_norm = Buffer(
-            "grad_norm", (1,), F32, Kind.STATE
-        )  # of the last update, before clipping
+        # Of the last update, to be read together: the sum of the loss that it ended with, and the
+        # norm of its gradient before clipping.
+        self.outcome = Buffer("outcome", (2,), F32, Kind.STATE)
+        self.update_loss = self.outcome.part("update_loss", 0, (1,))
+        self.grad_norm = self.outcome.part("grad_norm", 1, (1,))
 
     @property
     def trained(self) -> int:
@@ -223,6 +240,6 @@ class TrainingPrograms:
             return
         step(cross_entropy, target, self.inputs.loss_scale, into=(self.loss, logits), live=live)
         v = head.up_backward(step, (logits,), u, live=live)
-        head.down_backward(step, v, h, None, live=live)
         if dh is not None:
             head.input_gradient(step, (logits,), v, None, live=live, into=dh)
+        head.down_backward(step, v, h, None, live=live)

@@ -150,6 +150,14 @@ def adapter_config(config: TrainConfig) -> AdapterConfig:
     )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """How many rows an update has, and the passes that they are packed into."""
+
+    rows: int
+    passes: list[Pass]
+
+
 class Run:
     """One training run and its folder."""
 
@@ -193,6 +201,7 @@ class Run:
             self.progress = self._restore(saved)
             console.print(f"going on after update {self.progress.step} of {len(self.order)}")
         self.metrics = Metrics(self.out, self.progress.metrics_position)
+        self.ahead: Batch | None = None  # of the next update
 
     def go(self, stop: threading.Event) -> Result:
         """Trains to the end, or until `stop` is set."""
@@ -220,10 +229,13 @@ class Run:
         """One update: its rows in as many passes as they need, then the optimizer."""
         start = time.perf_counter()
         step = self.progress.step + 1
-        passes = pack([self.data.train[row] for row in self.order[step - 1]], self.config.tokens)
+        batch = self.ahead or self._batch(step)
+        passes = batch.passes
         scale = self.session.loss_scale = self.scale.value
         for work in passes:
             self.session.accumulate(work, step)
+        # While the device computes.
+        self.ahead = self._batch(step + 1) if step < len(self.order) else None
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         c = self.config
         lr = learning_rate(step, len(self.order), c.lr, c.warmup, c.schedule)
@@ -247,7 +259,7 @@ class Run:
             lr=lr,
             grad_norm=norm,
             **scaling,
-            rows=len(self.order[step - 1]),
+            rows=batch.rows,
             tokens=tokens,
             target_tokens=targets,
             tokens_per_s=tokens / seconds,
@@ -270,6 +282,11 @@ class Run:
         p.seconds += seconds
         p.tokens += tokens
         display.update(step, loss, lr, tokens / seconds)
+
+    def _batch(self, step: int) -> Batch:
+        """The rows of an update, packed."""
+        rows = self.order[step - 1]
+        return Batch(len(rows), pack([self.data.train[row] for row in rows], self.config.tokens))
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
         """The update was not applied, so the adapter is still the last good one. With validation,

@@ -80,8 +80,10 @@ class Session:
         self._inputs = planned.programs.inputs
         self._chunk = planned.programs.chunk
         self._seed = seed
-        self.loss_scale = 1.0
         self._memory: Memory = backend.allocate(planned.accumulate.layout)
+        self._fed = np.zeros(self._inputs.whole.size, np.int32)  # what the inputs hold
+        self._loss_scale = 0.0  # never written yet
+        self.loss_scale = 1.0
         model.fill(planned.decoder.weights, self._memory)
         self.restore(
             self._trainable.pack(modules),
@@ -91,6 +93,16 @@ class Session:
         self._accumulate = backend.compile(planned.accumulate, self._memory)
         self._evaluate = backend.compile(planned.evaluate, self._memory)
         self._update = backend.compile(planned.update, self._memory)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if value != self._loss_scale:
+            self._loss_scale = value
+            self._memory.write(self._inputs.loss_scale, np.array([value]))
 
     def accumulate(self, work: Pass, update: int) -> None:
         """Adds a pass of update number `update` to the sums."""
@@ -112,8 +124,7 @@ class Session:
         not finite, nothing was changed."""
         self._memory.write(self._inputs.hyper, hyper)
         self._update.run()
-        programs = self._planned.programs
-        loss, norm = (self._memory.read(b)[0] for b in (programs.update_loss, programs.grad_norm))
+        loss, norm = self._memory.read(self._planned.programs.outcome)
         return float(loss), float(norm)
 
     def evaluate(self, passes: list[Pass]) -> float:
@@ -161,24 +172,23 @@ class Session:
         slot = np.full(live, -1)
         slot[work.target_row] = np.arange(targets)
         chunks = np.arange(i.live_chunk.size) * self._chunk
-        values: list[tuple[Buffer, Any]] = [
+        values: list[tuple[Buffer | None, Any]] = [
             (i.live, [live]),
-            (i.tokens, work.tokens),
-            (i.position, work.position),
-            (i.document, work.document),
-            (i.stop, rows + 1),
-            (i.slot, slot),
-            (i.target_row, work.target_row),
-            (i.target, work.target),
             (i.live_targets, [targets]),
             (i.live_chunk, np.clip(targets - chunks, 0, self._chunk)),
+            (i.tokens, work.tokens),
+            (i.position, work.position),
+            (i.stop, rows + 1),
+            (i.target_row, work.target_row),
+            (i.target, work.target),
+            (i.slot, slot),
+            (i.document, work.document),
             (i.dropout_key, [self._seed, update]),
-            (i.loss_scale, [self.loss_scale]),
         ]
         for window, start in i.start.items():
             reach = 0 if window is None else rows - window + 1
             values.append((start, np.maximum(work.doc_start, reach)))
-        for buffer, array in values:
-            # An input that no program of this run reads has no place.
-            if buffer in self._planned.accumulate.layout.places:
-                self._memory.write(buffer.rows(0, len(array)), np.asarray(array))
+        for part, array in values:
+            if part is not None:
+                self._fed[part.start : part.start + len(array)] = array
+        self._memory.write(i.whole, self._fed)
