@@ -15,44 +15,36 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_worker
 import numpy as np
+import training
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 from mlx_worker import DEVICES, PRECISIONS
 from protocol import serve
-from training import (
-    ALPHA,
-    BETAS,
-    CLIP,
-    EPS,
-    RANK,
-    RATE,
-    WEIGHT_DECAY,
-    adapter,
-    arguments,
-    batch,
-)
 
 PADDED_TO = 32  # inputs of a row, by mlx_lm.tuner.trainer.iterate_batches
 
-options = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
+options = training.arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES).parse_args()
 mlx_worker.use_device(options.device)
+maybe_set_recommended_wired_limit()  # as mlx-lm's own training does
 base = PRECISIONS[options.precision]
 trained = mx.float32 if options.adapters == "fp32" else base
 model, _ = load_model(Path(options.model))
 model.set_dtype(base)
 model.freeze()
-scale = {"rank": RANK, "scale": ALPHA / RANK, "dropout": 0.0}
+scale = {"rank": training.RANK, "scale": training.ALPHA / training.RANK, "dropout": 0.0}
 linear_to_lora_layers(model, len(model.layers), scale)
 for path, layer in model.named_modules():
     if isinstance(layer, LoRALinear):
-        a, b = adapter(path, layer.lora_b.shape[1], layer.lora_a.shape[0])
+        a, b = training.adapter(path, layer.lora_b.shape[1], layer.lora_a.shape[0])
         layer.lora_a, layer.lora_b = (mx.array(m.T).astype(trained) for m in (a, b))
 model.train()
-optimizer = optim.AdamW(RATE, list(BETAS), EPS, WEIGHT_DECAY, bias_correction=True)
-rows = batch(model.args.vocab_size, options.rows, options.length, options.chat)
+optimizer = optim.AdamW(
+    training.RATE, list(training.BETAS), training.EPS, training.WEIGHT_DECAY, bias_correction=True
+)
+rows = training.batch(model.args.vocab_size, options.rows, options.length, options.chat)
 # As MLX-LM pads them. The last column is no input: on CUDA the backward pass of attention is fused
 # only for multiples of 128.
 longest = max(len(ids) for ids, _ in rows)
@@ -72,7 +64,7 @@ def clipped(gradients: dict[str, Any]) -> tuple[dict[str, Any], mx.array]:
     type, and of 16 bits it loses what is small."""
     squares = [g.astype(mx.float32).square().sum() for _, g in tree_flatten(gradients)]
     norm = mx.sqrt(sum(squares))
-    share = mx.minimum(CLIP / (norm + 1e-6), 1.0)
+    share = mx.minimum(training.CLIP / (norm + 1e-6), 1.0)
     return tree_map(lambda g: (g * share).astype(g.dtype), gradients), norm
 
 

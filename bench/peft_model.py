@@ -7,29 +7,18 @@ PEFT's own default is fp32 adapters in a 16-bit base; 16 is what a patient user 
 
 import torch
 import torch_worker
+import training
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch_worker import DEVICES, PRECISIONS
-from training import (
-    ALPHA,
-    BETAS,
-    CLIP,
-    EPS,
-    RANK,
-    RATE,
-    WEIGHT_DECAY,
-    adapter,
-    arguments,
-    batch,
-)
 
-parser = arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
+parser = training.arguments(__doc__.splitlines()[0], tuple(PRECISIONS), DEVICES)
 parser.add_argument(
     "--variant",
-    choices=("eager", "compile", "checkpointing", "liger"),
+    choices=("eager", "compile", "graph", "checkpointing", "liger"),
     default="eager",
-    help="compile: torch.compile (slow to start); checkpointing: activations are computed again; "
-    "liger: the kernels of liger_kernel, on a GPU",
+    help="compile: torch.compile (slow to start); graph: compiled, and replayed as CUDA graphs; "
+    "checkpointing: activations are computed again; liger: the kernels of liger_kernel, on a GPU",
 )
 options = parser.parse_args()
 torch_worker.prepare(options)
@@ -43,13 +32,17 @@ base = Loader.from_pretrained(
 )
 base.config.use_cache = False
 config = LoraConfig(
-    r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
+    r=training.RANK,
+    lora_alpha=training.ALPHA,
+    target_modules="all-linear",
+    task_type="CAUSAL_LM",
+    lora_dropout=0.0,
 )
 model = get_peft_model(base, config, autocast_adapter_dtype=options.adapters == "fp32")
 with torch.no_grad():
     for name, layer in base.named_modules():
         if isinstance(layer, Linear):
-            values = adapter(name, layer.out_features, layer.in_features)
+            values = training.adapter(name, layer.out_features, layer.in_features)
             for side, drawn in zip((layer.lora_A, layer.lora_B), values, strict=True):
                 side["default"].weight.copy_(torch.from_numpy(drawn))
 if options.variant == "checkpointing":
@@ -57,9 +50,14 @@ if options.variant == "checkpointing":
 model.to(device).train()
 parameters = [p for p in model.parameters() if p.requires_grad]
 optimizer = torch.optim.AdamW(
-    parameters, RATE, BETAS, EPS, weight_decay=WEIGHT_DECAY, fused=device != "mps"
+    parameters,
+    training.RATE,
+    training.BETAS,
+    training.EPS,
+    weight_decay=training.WEIGHT_DECAY,
+    fused=True,
 )
-rows = batch(base.config.vocab_size, options.rows, options.length, options.chat)
+rows = training.batch(base.config.vocab_size, options.rows, options.length, options.chat)
 longest = max(len(ids) for ids, _ in rows)
 ids = torch.zeros(len(rows), longest, dtype=torch.long)
 labels = torch.full((len(rows), longest), -100)
@@ -71,13 +69,16 @@ for i, (row, wanted) in enumerate(rows):
 given = {"input_ids": ids.to(device), "labels": labels.to(device)}
 if options.chat:
     given["attention_mask"] = mask.to(device)
-forward = torch.compile(model) if options.variant == "compile" else model
+MODES = {"compile": "default", "graph": "reduce-overhead"}  # of torch.compile
+mode = MODES.get(options.variant)
+forward = torch.compile(model, mode=mode) if mode else model
 
 
 def step() -> dict[str, float]:
+    torch.compiler.cudagraph_mark_step_begin()  # what the last step returned is read by now
     loss = forward(**given).loss
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, training.CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"loss": float(loss.detach()), "norm": float(norm)}

@@ -11,9 +11,11 @@ from krnl.bench.condition import Condition
 from krnl.bench.control import probe, with_cpu
 from krnl.bench.gate import Probe
 from krnl.bench.reference import ReferenceStore
+from krnl.errors import Refused
 from scripted_gate import KEY, QUIET, REFERENCE, STEP, WINDOW, Bench, G
 
 CPU = replace(KEY, device="Slowium")
+DEVICES = (KEY.device, CPU.device)
 
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -32,7 +34,8 @@ class TwoDevices(Bench):
     ):
         super().__init__(path, rates, condition, force)
         self.cpu_rates = list(cpu_rates)
-        self.gate = self.gate.beside(Probe("cpu", CPU, self.cpu_control))
+        self.alone = self.gate
+        self.gate = self.alone.beside(Probe("cpu", CPU, self.cpu_control))
 
     def cpu_control(self) -> float:
         self.time += STEP
@@ -97,6 +100,19 @@ def test_one_device_raises_its_own_reference(both):
     bench.measure()
     assert bench.store.read(CPU).rate == pytest.approx(120 * G)
     assert bench.store.read(KEY) == REFERENCE
+
+
+def test_what_was_learnt_is_told_once_whichever_gate_measures(path):
+    """Before another control joined, or by both until the other device was found busy."""
+    bench = TwoDevices(path, [1000], [100])
+    bench.alone.learn()
+    notes = [gate.measure({"A": lambda: 1.0}, 1).notes for gate in (bench.gate, bench.alone)]
+    learnt = [f"The reference of {device} was learnt just before." for device in DEVICES]
+    assert notes == [tuple(learnt), ()]
+    busy = TwoDevices(path.with_name("other.json"), [1000], [100, 50] * 40)
+    with pytest.raises(Refused, match="What Slowium reaches in quiet cannot be learnt now"):
+        busy.gate.learn()
+    assert busy.alone.measure({"A": lambda: 1.0}, 1).notes == (learnt[0],)
 
 
 def test_relearning_says_it_of_each(both):

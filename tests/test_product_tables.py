@@ -12,7 +12,7 @@ from krnl.backends.base import Backend
 from krnl.backends.cpu import THREADS_VARIABLE, CpuBackend
 from krnl.bench import control, product_table
 from krnl.bench.command import Bench
-from krnl.bench.gate import Probe
+from krnl.bench.gate import Measurement, Probe
 from krnl.bench.product_table import Line
 from krnl.bench.products import RUNS, BlasProduct, Experiment, Product
 from krnl.bench.results import Tool, as_json
@@ -124,11 +124,12 @@ def test_splitks_figures_are_the_reports() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "metal"])
 def test_names_are_different_in_a_table(name: str) -> None:
-    """Contestants are known by them."""
+    """Contestants are known by them, as are those that they are compared with."""
     backend: Backend = CpuBackend() if name == "cpu" else simulator()
-    for table in TABLES:
-        names = [line.name for line in table.lines(backend, SMALL)]
+    for made in (*(t.lines(backend, SMALL) for t in TABLES), splitk.lines(backend, NARROW)):
+        names = [line.name for line in made]
         assert len(set(names)) == len(names)
+        assert {line.against for line in made} <= {"", *names}
 
 
 def test_threads_of_a_threadgroup_are_told_where_the_backend_tells(
@@ -204,18 +205,24 @@ def test_numpys_library_is_judged_by_the_cpu(work: BlasProduct | Product, joins:
 
 
 class BusyGate(TimedGate):
-    """That of a machine whose CPU is busy, and whose GPU is not."""
+    """That of a machine whose CPU is busy, and the device `busy` itself if that is not empty."""
 
-    def __init__(self, cpu: bool = False) -> None:
+    def __init__(self, busy: str = "") -> None:
         super().__init__()
-        self.cpu = cpu
+        self.busy = busy
 
     def beside(self, probe: Probe) -> "BusyGate":
-        return BusyGate(cpu=True)
+        return BusyGate("the CPU")
 
     def learn(self) -> None:
-        if self.cpu:
-            raise Refused("What the CPU reaches cannot be learnt now: 9.5% off. Wait. Try again.")
+        if self.busy:
+            raise Refused(
+                f"What {self.busy} reaches cannot be learnt now: 9.5% off. Wait. Try again."
+            )
+
+    def measure(self, contestants: Any, rounds: int) -> Measurement:
+        self.learn()
+        return super().measure(contestants, rounds)
 
 
 def test_beside_a_gpu_numpys_library_is_left_out_where_the_cpu_is_busy() -> None:
@@ -232,10 +239,15 @@ def test_beside_a_gpu_numpys_library_is_left_out_where_the_cpu_is_busy() -> None
     assert result.tools == ()
 
 
-def test_a_busy_cpu_refuses_its_own_table() -> None:
+@pytest.mark.parametrize("name", ["cpu", "metal"])
+def test_a_busy_device_refuses_its_own_table(name: str) -> None:
+    """It is not mistaken for the CPU beside it."""
+    backend = CpuBackend()
+    backend.name = name
+    asked = replace(bench(BusyGate(name)), backend=backend)
     line = Line("library", BlasProduct("nn", 8, 8, 8))
-    with pytest.raises(Refused, match="cannot be learnt now"):
-        product_table.measure(bench(BusyGate(cpu=True)), "x", "X", product_table.GFLOPS, [line])
+    with pytest.raises(Refused, match=f"What {name} reaches cannot be learnt now"):
+        product_table.measure(asked, "x", "X", product_table.GFLOPS, [line])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

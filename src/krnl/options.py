@@ -4,13 +4,12 @@ training/config.py."""
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from krnl.errors import ConfigError
-from krnl.formats.files import check_writable
+from krnl.formats.files import check_writable, user_path
 from krnl.training.config import TrainConfig
 
 # Settings of a training run that `krnl profile` has no use for: its pass is one of random tokens,
@@ -72,16 +71,15 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 def passed_over(config: TrainConfig) -> str:
     """A sentence on what a file sets and `krnl profile` has no use for; empty if there is none."""
-    given, default = vars(config), vars(TrainConfig())
-    names = [name for name in UNPROFILED if given[name] != default[name]]
-    return f"Not used for a profile: {', '.join(names)}." if names else ""
+    names = config.changed(UNPROFILED)
+    return f"Not used for a profile: {names}." if names else ""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """Repeat a table of measurements on this machine."""
 
-    table: Positional[str] = ""
+    table: Annotated[Positional[str], arg(metavar="[TABLE]")] = ""
     """Which; `krnl bench` alone lists them."""
     device: Literal["auto", "cpu", "metal", "cuda"] = "auto"
     """What computes."""
@@ -94,7 +92,8 @@ class BenchOptions:
     """The Python of an environment that has PyTorch."""
     variants: str = "eager"
     """How PyTorch is run, separated by commas. step: eager, compile; autotune, graph (on CUDA).
-    model: eager, untuned (the allocator as it comes), compile, checkpointing, liger (on CUDA)."""
+    model: eager, untuned (the allocator as it comes), compile, checkpointing, on CUDA graph
+    (compiled) and liger."""
     adapters: Literal["both", "16", "fp32"] = "both"
     """The type of peers' adapters in the tables step and model, where the base has 16 bits: that of
     the base, or fp32."""
@@ -128,9 +127,9 @@ class BenchOptions:
 class GenerateOptions:
     """Continue a prompt, or answer conversations."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Folder or hub id."""
-    prompt: Positional[str | None] = None
+    prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     """What to answer: a user's turn where the tokenizer has a chat template, plain text where it
     has none."""
     adapter: str | None = None
@@ -163,12 +162,17 @@ class MergeOptions:
     """Fold an adapter into its base model: added in float32, rounded once, the files kept as they
     are cut."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Folder or hub id of the base model."""
-    adapter: Positional[str]
+    adapter: Annotated[Positional[str], arg(metavar="ADAPTER")]
     """PEFT adapter folder."""
-    out: Positional[str]
+    out: Annotated[Positional[str], arg(metavar="OUT")]
     """New folder for the merged model."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Check this machine: what is here, and whether it computes what it should."""
 
 
 def check_outputs(options: ProfileOptions | BenchOptions, *names: str) -> None:
@@ -181,7 +185,7 @@ def check_outputs(options: ProfileOptions | BenchOptions, *names: str) -> None:
             continue
         if given == "-":
             raise ConfigError(f"{name} is '-', and only a file can be written; name one.")
-        path = Path(given).expanduser()
+        path = user_path(given)
         if not os.path.isdir(path.absolute().parent):
             raise ConfigError(f"{name} is '{given}', and there is no such folder to write it in.")
         if os.path.isdir(path):

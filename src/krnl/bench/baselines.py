@@ -48,7 +48,7 @@ PEERS = {"step": ("mlx", "torch"), "model": ("mlx", "torch"), "shapes": ("torch"
 TORCH_VARIANTS = {
     "shapes": ("eager",),
     "step": ("eager", "compile", "autotune", "graph"),
-    "model": ("eager", "untuned", "compile", "checkpointing", "liger"),
+    "model": ("eager", "untuned", "compile", "graph", "checkpointing", "liger"),
 }
 NEEDS_CUDA = ("autotune", "graph", "liger")
 

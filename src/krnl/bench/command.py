@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
 from os.path import expanduser
-from pathlib import Path
 from shutil import which
 from typing import cast
 
@@ -18,6 +17,7 @@ from krnl.bench.gate import Gate, Measurement
 from krnl.bench.results import Entry, Result, Tool, print_result, write_picture, write_result
 from krnl.devices import open_backend
 from krnl.errors import ConfigError
+from krnl.formats.files import user_path
 from krnl.options import BenchOptions
 from krnl.training.config import check_memory_limit
 
@@ -183,9 +183,9 @@ def show(result: Result, options: BenchOptions, console: Console) -> None:
     """Prints a table and writes the files that were asked for."""
     print_result(result, console)
     if options.json is not None:
-        write_result(result, Path(options.json).expanduser())
+        write_result(result, user_path(options.json))
     if options.png is not None:
-        write_picture(result, Path(options.png).expanduser())
+        write_picture(result, user_path(options.png))
 
 
 def peers(options: BenchOptions) -> dict[str, str]:

@@ -117,14 +117,17 @@ class Gate:
         self._now = now
         self._force = force
         self._sleep = sleep
-        self._learnt: list[str] = []  # what the next measurement has to tell
+        # What the next measurement has to tell, be it that of a gate beside this one.
+        self._learnt: list[str] = []
 
     def beside(self, probe: Probe) -> "Gate":
         """A gate with this control too, for contestants on one more device."""
         probes = (*self._probes, probe)
-        return Gate(
+        gate = Gate(
             probes, self._store, self._watch, self._clock, self._now, self._force, self._sleep
         )
+        gate._learnt = self._learnt
+        return gate
 
     def measure(self, contestants: Mapping[str, Callable[[], float]], rounds: int) -> Measurement:
         """Seconds of one run of each contestant, rested before, in rounds A B C, B C A, C A B, so
@@ -133,7 +136,8 @@ class Gate:
         if rounds < 1:
             raise ConfigError(f"rounds is {rounds}; it must be at least 1.")
         references = self._references()
-        notes, self._learnt = self._learnt, []
+        notes = self._learnt.copy()
+        self._learnt.clear()
         began, start, end_watch = self._now(), self._clock(), self._watch()
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         controls: list[Control] = []

@@ -66,14 +66,15 @@ def measure(bench: Bench, command: str, title: str, unit: str, lines: Sequence[L
     library is left out where what the CPU reaches in quiet cannot be learnt."""
     gate, tools = bench.gate, list[Tool]()
     if any(isinstance(line.work, BlasProduct) for line in lines):  # they are the CPU's
+        gate.learn()  # where this is refused, so is the table
+        both = with_cpu(gate, bench.backend)
         try:
-            gate = with_cpu(gate, bench.backend)
-            gate.learn()
-            tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
+            both.learn()
         except Refused as refusal:
-            if bench.backend.name == "cpu":
-                raise
-            gate, lines = bench.gate, [_without_library(line, refusal) for line in lines]
+            lines = [_without_library(line, refusal) for line in lines]
+        else:
+            gate = both
+            tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
     works = {line.name: line.work for line in lines if line.work is not None}
     contestants = {name: work.prepare(bench.backend) for name, work in works.items()}
     measurement = gate.measure(contestants, bench.rounds) if contestants else None

@@ -27,7 +27,7 @@ from krnl.bench.workloads import warmed
 from krnl.devices import precision_name
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError, ConfigError
-from krnl.formats.files import read_json
+from krnl.formats.files import read_json, user_path
 from krnl.models.config import parse
 from krnl.training.memory import gib
 
@@ -114,7 +114,7 @@ def checkpoint(bench: Bench, rows: Rows) -> Iterator[tuple[str, Path]]:
     when the block ends. ConfigError for a model that is neither a shape nor a folder, and for rows
     that are too many or too long."""
     if bench.model is not None and bench.model not in SHAPES:
-        folder = Path(bench.model).expanduser()
+        folder = user_path(bench.model)
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"model is '{bench.model}', which is no folder with a config.json, and none of "
