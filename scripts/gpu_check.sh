@@ -22,7 +22,11 @@ while [ $# -gt 0 ]; do
     --training) tests=(tests/test_cuda_training.py) ;;
     --sanitizer) sanitizer=yes ;;
     --measure) tables=(step layer attention shapes) ;;
-    --logs) shift && logs=$1 && mkdir -p "$logs" || exit 2 ;;
+    --logs)
+      logs=${2:?--logs wants a folder}
+      mkdir -p "$logs" || exit 2
+      shift
+      ;;
     *) rest+=("$1") ;;
   esac
   shift

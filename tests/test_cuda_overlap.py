@@ -1,8 +1,9 @@
 """Which launches run beside one another on CUDA: the host's decision against every byte that
-programs touch, and against all that kernels promise about when they wait."""
+programs touch, and against all that kernels promise about when they wait. In the simulator launches
+that run beside one another change places."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cudasim.backend import SimulatedCudaBackend, swapped
+from cudasim.device import BACKWARD
 from krnl.backends import cuda_overlap
 from krnl.backends.cuda_overlap import beside
 from krnl.dtypes import BF16, F16, F32
@@ -23,7 +26,7 @@ from krnl.plan.lower import Dispatch, Table, lower
 from krnl.plan.op import op
 from krnl.plan.step import Call, Step
 from op_bench import SIZES, Chosen, chosen
-from op_cases import CASES, Case
+from op_cases import CASE, CASES, Case
 
 Choose = Callable[[Sequence[Any]], Any]
 Bytes = set[tuple[int, int]]  # blocks, and offsets in them
@@ -71,7 +74,7 @@ def program(choose: Choose) -> Program:
     """Some calls on states, parts of them, and temps, which share memory."""
     step = Step("test", F32)
     state = Buffer("state", (48,), F32, Kind.STATE)
-    parts = [state.part(f"from {start}", start, (16,)) for start in (0, 8, 16, 32)]
+    parts = [state.part(f"from {start}", start, (16,)) for start in (0, 8, 15, 31)]
     known = [*parts, Buffer("input", (16,), F32, Kind.INPUT), Buffer("none", (0,), F32, Kind.STATE)]
     wanted: dict[str, tuple[list[Launch], int]] = {}
     for index in range(choose(range(1, 7))):
@@ -98,7 +101,8 @@ def program(choose: Choose) -> Program:
         GpuRow(op.name, workspace=lambda call: wanted[call.label][1], launches=launched)
         for op in (make, update)
     ]
-    (planned,) = plan([step], Table("cuda", rows))
+    # Of so few bytes that kinds of buffers have several blocks, or of as many as they like.
+    (planned,) = plan([step], Table("cuda", rows), choose([256, 2**62]))
     return Program(planned, [launches(dispatch) for dispatch in planned.dispatches])
 
 
@@ -200,6 +204,14 @@ def test_only_the_launch_before_may_still_run() -> None:
         assert missing == {(j - 1, j) for j in range(1, 6) if flags[j]}
 
 
+def test_launches_change_places_in_the_simulator_where_kernels_allow_it() -> None:
+    for flags in product([False, True], repeat=6):
+        order = swapped([False, *flags])
+        assert sorted(order) == list(range(7))
+        assert all(order.index(i) < order.index(j) for i, j in ordered([False, *flags]))
+    assert swapped([False, True, True, False, True]) == [1, 0, 2, 4, 3]
+
+
 # ---- What the ops launch ----
 
 
@@ -241,23 +253,24 @@ def test_kernels_are_given_nothing_but_what_their_call_touches(case: Case, targe
 
 
 def made_of(name: str, target: Target, dims: dict[str, Any]) -> tuple[Dispatch, list[Launch]]:
-    (case,) = (case for case in CASES if case.op.name == name)
-    (dispatch,) = lower(Chosen(case, BF16, dims).emit()[0].calls, table(target))
+    (dispatch,) = lower(Chosen(CASE[name], BF16, dims).emit()[0].calls, table(target))
     return dispatch, launches(dispatch)
+
+
+HEADS = {"n": 64, "h": 4, "g": 2, "d": 64}
 
 
 def test_launches_of_a_dispatch_that_need_not_wait() -> None:
     """On Hopper dK and dV want of attention's backward only what lies two launches back; other
     kernels make delta with dQ. Products need nothing of one another but what the sums of their
     chunks lie in."""
-    heads = {"n": 64, "h": 4, "g": 2, "d": 64}
-    _, made = made_of("attention_backward", Target(90), heads)
+    _, made = made_of("attention_backward", Target(90), HEADS)
     assert [(x.function, x.independent) for x in made] == [
         ("attention_row_terms", False),
         ("attention_query_gradients", False),
         ("attention_key_gradients", True),
     ]
-    _, made = made_of("attention_backward", Target(80), heads)
+    _, made = made_of("attention_backward", Target(80), HEADS)
     assert [x.independent for x in made] == [False, False]
     group = {"n": 8, "c": 4096, "o": (64, 32768), "r": (16, 16), "s": 32}
     dispatch, made = made_of("lora_linear", Target(80), group)
@@ -267,3 +280,26 @@ def test_launches_of_a_dispatch_that_need_not_wait() -> None:
         ("gemm_mma", True),
     ]
     assert all((dispatch.workspace in x.arguments) is not x.independent for x in made)
+
+
+@pytest.mark.parametrize(
+    "name, target, dims",
+    [
+        ("attention_backward", Target(90), HEADS),
+        ("lora_down", Target(80), {"n": 8, "c": 1024, "s": 16}),  # in chunks
+    ],
+)
+def test_a_launch_that_wrongly_need_not_wait_shows_in_the_simulator(
+    name: str, target: Target, dims: dict[str, Any]
+) -> None:
+    def hasty(row: GpuRow) -> GpuRow:
+        def launches(call: Call, scratch: Buffer | None) -> list[Launch]:
+            return [replace(launch, independent=True) for launch in row.launches(call, scratch)]
+
+        return replace(row, launches=launches)
+
+    bench, right = Chosen(CASE[name], BF16, dims), table(target)
+    bench.check(SimulatedCudaBackend(kernels=right, order=BACKWARD))
+    wrong = Table("cuda", [hasty(row) for row in right.rows if isinstance(row, GpuRow)])
+    with pytest.raises(AssertionError):
+        bench.check(SimulatedCudaBackend(kernels=wrong, order=BACKWARD))

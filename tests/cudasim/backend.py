@@ -6,6 +6,7 @@ backend.executed                  # the kernels, and how often each ran
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -58,12 +59,16 @@ class SimulatedProgram:
     def __init__(self, backend: "SimulatedCudaBackend", plan: Plan, memory: SimulatedMemory):
         self._backend, self._memory = backend, memory
         made = [launches(dispatch) for dispatch in plan.dispatches]
-        self._launches = [launch for own in made for launch in own]
-        self._beside = [backend.beside or flag for own in beside(plan, made) for flag in own]
-        backend.functions.prepare(map(Kernel.of, self._launches))
+        flags = [flag for own in beside(plan, made) for flag in own]
+        every = [launch for own in made for launch in own]
+        backwards = backend.order == device.BACKWARD
+        order = swapped(flags) if backwards else range(len(flags))
+        # With what each is told.
+        self._launches = [(every[i], backend.beside or flags[i]) for i in order]
+        backend.functions.prepare(map(Kernel.of, every))
 
     def run(self) -> None:
-        for launch, flag in zip(self._launches, self._beside, strict=True):
+        for launch, flag in self._launches:
             kernel = Kernel.of(launch)
             self._backend.executed[kernel] += 1
             try:
@@ -90,9 +95,19 @@ class SimulatedProgram:
         )
 
 
+def swapped(flags: Sequence[bool]) -> list[int]:
+    """Launches in an order in which they may work: each that runs beside the one before it comes
+    first, unless that one has changed places already."""
+    order = list(range(len(flags)))
+    for i, flag in enumerate(flags):
+        if flag and order[i - 1] == i - 1:
+            order[i - 1 : i + 1] = i, i - 1
+    return order
+
+
 class SimulatedCudaBackend:
-    """`order`: of threads and blocks, see device.py. `beside`: launches are all told to run beside
-    the one before them, which is over."""
+    """`order`: of threads and blocks, see device.py; backwards, launches that run beside one
+    another change places too. `beside`: all are told that they run beside the one before."""
 
     name = "cuda"
     limits: Limits = ON_PAPER.limits

@@ -109,7 +109,8 @@ class Pool {
   }
 
   void serve(int thread, uint64_t seen) {
-    auto news = [&] { return job_of(claim_.load(std::memory_order_acquire)) != seen; };
+    // In one order with announce(): whoever falls asleep is counted there or sees the new job here.
+    auto news = [&] { return job_of(claim_.load()) != seen; };
     for (;;) {
       for (int look = 0; look < kLooks && !news(); look++) relax();
       if (!news()) {

@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
   }
 }
 
-// What the gradients want to know of each query and head: lse in units of log 2, and
-// delta = rowsum(dO ∘ O). They lie as [2, h, blocks · kGradientRows]; rows that are not live get zeros.
+// What the gradients want to know of each query and head: lse in units of log 2, and delta = rowsum(dO ∘ O). They lie
+// as [2, h, blocks · kGradientRows]; rows that are not live get zeros.
 constexpr int kLanesOfRow = 4;
 
 template <typename T, int kWidth>

@@ -1,4 +1,4 @@
-// Element types, sixteen-byte vectors, sums over a block, and how kernels of one graph overlap.
+// Element types, functions of numbers, how the launches of a graph overlap, and sums over a block.
 //
 // NVRTC has no standard headers and none of CUDA's are needed: what they would give is here.
 #pragma once
@@ -116,7 +116,7 @@ __device__ inline float sigmoid(float x, float &rest) {
 // A kernel makes a PreviousLaunch before it touches memory that kernels write. Usually this waits at once. A launch
 // that is `beside` the one before, as the host says where neither writes what the other touches, works meanwhile and
 // waits at its end, which threads without work reach early. Of what earlier launches wrote it must not find an older
-// state in a cache: the fence sees to that.
+// state in its multiprocessor's cache: the fence sees to that, and the copy engine reads past that cache.
 //
 // A launch that does not overlap, such as a graph's first, begins when all before it have ended; its waits are over.
 struct PreviousLaunch {

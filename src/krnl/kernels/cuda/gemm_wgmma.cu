@@ -11,12 +11,12 @@
 #include "swiglu.h"
 
 enum Epilogue {
-  kStore,           // y = scale ∘ sum + bias, or sum + bias + residual
-  kStoreFloats,     // y = scale ∘ sum + bias, y in float
-  kAccumulate,      // y += sum, y in float
+  kStore,             // y = scale ∘ sum + bias, or sum + bias + residual
+  kStoreFloats,       // y = scale ∘ sum + bias, y in float
+  kAccumulate,        // y += sum, y in float
   kAccumulateAcross,  // yᵀ += sum, y in float
-  kSwiglu,          // gate and up in one tile, half of its columns each; act = silu(gate) ∘ up
-  kSwigluBackward,  // sum is dact: dgate, dup and act
+  kSwiglu,            // gate and up in one tile, half of its columns each; act = silu(gate) ∘ up
+  kSwigluBackward,    // sum is dact: dgate, dup and act
 };
 
 constexpr int kPairs = 3, kMembers = 3;
