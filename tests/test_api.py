@@ -45,11 +45,21 @@ def test_settings_that_cannot_be(tmp_path, settings, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["model", "data", "out"])
+def test_paths_have_to_be_paths(tmp_path, monkeypatch, name):
+    """None, of a variable that was never set, is no folder called None."""
+    monkeypatch.chdir(tmp_path)
+    given = {"model": MODEL, "data": DATA / "valid.jsonl", "out": tmp_path / "out"}
+    with pytest.raises(krnl.ConfigError, match=f"{name} is None; it must be text"):
+        krnl.train(**{**given, name: None}, steps=1, quiet=True)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"prompt": "a", "max_tokens": 5.5}, "max_tokens is 5.5"),
-        ({"prompt": "a", "max_tokens": "5"}, "max_tokens is 5"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens is '5'; it must be a whole number"),
         ({"prompt": None}, "prompt is None"),
         ({"prompt": "\ud800"}, "half a surrogate pair"),
         ({"prompt": [{"role": "user", "content": "\udfff"}]}, "half a surrogate pair"),

@@ -1,5 +1,6 @@
 """The command as a process: mistakes get one sentence and code 2, interruptions cost nothing."""
 
+import ctypes
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 from krnl import __version__, cli
 from krnl.formats.peft import AdapterConfig, write_adapter
 from krnl.formats.safetensors import read_tensors, write_safetensors
+from krnl.model import Model, initial_modules
 from runs import (
     BASE,
     adapter_bytes,
@@ -80,6 +83,12 @@ class Place:
         folder = self.changed_model()
         (folder / name).unlink()
         return folder
+
+    def fitting_adapter(self) -> str:
+        config = AdapterConfig(rank=2, alpha=4.0, targets=("q_proj",))
+        modules = initial_modules(config, Model.open(str(self.model)).config, seed=0)
+        write_adapter(self.folder / "fitting", config, modules)
+        return str(self.folder / "fitting")
 
     def without_a_shard(self) -> Path:
         folder = self.changed_model()
@@ -255,6 +264,12 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda p: ["generate", str(p.model), "--answer-last", "--messages", str(p.file("a.jsonl", "\n" + GOOD_ROW + "\n" + GOOD_ROW.replace('"a"', json.dumps("bear " * 300))))],  # noqa: E501
         r"a\.jsonl, line 3 .*\d+ tokens.* 255",
     ),
+    "raw conversations": (
+        lambda p: ["generate", str(p.model), "--raw", "--messages", "b"], r"raw concerns a prompt"
+    ),
+    "an adapter without a name": (
+        lambda p: ["generate", str(p.model), "a", "--adapter", ""], r"is not an adapter folder"
+    ),
     "no tokens": (
         lambda p: ["generate", str(p.model), "a", "--max-tokens", "0"], r"max_tokens is 0"
     ),
@@ -279,7 +294,6 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "an adapter as a model": (
         lambda p: ["generate", str(p.adapter), "a"], r"has no config\.json|holds an adapter"
     ),
-    "doctor of something": (lambda p: ["doctor", "--all"], r"`krnl doctor` takes no options"),
 }  # fmt: skip
 
 
@@ -319,8 +333,9 @@ def test_other_mistakes(place, capsys, monkeypatch, name):
         (["plan", "m", "--tokns", "3"], ["--tokns", "--tokens"]),
         (["plan", "m", "--memory-limit", "16GB"], ["16GB", "a number such as 16"]),
         (["generate", "m", "p", "--temprature", "1"], ["--temprature", "--temperature"]),
-        (["merge", "m", "a"], ["Missing"]),
+        (["merge", "m", "a"], ["Missing", "OUT"]),
         (["merge", "m", "a", "o", "x"], ["x"]),
+        (["doctor", "--all"], ["--all"]),
     ],
 )
 def test_mistakes_in_flags(capsys, arguments, words):
@@ -331,6 +346,67 @@ def test_mistakes_in_flags(capsys, arguments, words):
     assert all(word in said for word in words), said
 
 
+PATHS: dict[str, Callable[[Place, str], list[str]]] = {
+    "settings": lambda p, path: ["train", f"{path}.yaml"],
+    "model": lambda p, path: p.train(model=path),
+    "data": lambda p, path: p.train(data=path),
+    "valid": lambda p, path: p.train("--valid", path),
+    "out": lambda p, path: p.train("--out", path),
+    "init_adapter": lambda p, path: p.train("--init-adapter", path),
+    "plan": lambda p, path: ["plan", path],
+    "plan from": lambda p, path: ["plan", str(p.model), "--init-adapter", path],
+    "generate": lambda p, path: ["generate", path, "a"],
+    "adapter": lambda p, path: ["generate", str(p.model), "a", "--adapter", path],
+    "messages": lambda p, path: ["generate", str(p.model), "--messages", f"{path}.jsonl"],
+    "merge": lambda p, path: ["merge", path, str(p.adapter), "o"],
+    "merge an adapter": lambda p, path: ["merge", str(p.model), path, "o"],
+    "merge into": lambda p, path: ["merge", str(p.model), p.fitting_adapter(), path],
+    "profile": lambda p, path: ["profile", str(p.model), "--json", path],
+    "bench": lambda p, path: ["bench", "nt", "--json", path],
+    "bench a model": lambda p, path: ["bench", "model", "--model", path],
+}
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~no-user-of-this-name/x"], ids=["long", "no home"])
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_that_cannot_be(place, capsys, monkeypatch, name, path):
+    """Of the system, or of a user who is not here: wherever a path may be given."""
+    monkeypatch.chdir(place.folder)
+    assert cli.run(PATHS[name](place, path)) == 2
+    said = capsys.readouterr().err
+    one_sentence(said, r"File name too long|of a user who is not known here")
+    assert len(said.splitlines()) == 1 and path in said
+    assert {file.name for file in place.folder.iterdir()} <= {"fitting"}
+
+
+def obey_permissions() -> None:
+    """Takes from root, on Linux, what lets it read files that nobody may read."""
+    if sys.platform == "linux":
+        for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize(
+    "name",
+    ["rows.jsonl", "rows.json", "changed/config.json", "changed/generation_config.json",
+     "changed/chat_template.jinja", "changed/model.safetensors", "closed/rows.jsonl"],
+)  # fmt: skip
+def test_files_that_may_not_be_read(place, name):
+    rows = place.file("rows.jsonl", GOOD_ROW)
+    place.file("rows.json", f"[{GOOD_ROW}]")
+    model = place.changed_model()
+    (place.folder / "closed").mkdir()
+    path = place.folder / name
+    given = rows if path.parent == model else path
+    (path if path.exists() else path.parent).chmod(0)
+    ended = krnl_process(*place.train(model=model, data=given), preexec_fn=obey_permissions)
+    (path.parent if path.parent.name == "closed" else path).chmod(0o700)
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    one_sentence(ended.stderr, rf"{re.escape(str(path))} cannot be (read|used).*Permission denied")
+
+
 def test_help_and_version(capsys):
     assert cli.run([]) == 2
     assert cli.run(["--help"]) == 0
@@ -338,7 +414,7 @@ def test_help_and_version(capsys):
     assert all(f"\n  {name} " in said for name in cli.COMMANDS)
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"krnl {__version__}\n"
-    for name in set(cli.COMMANDS) - {"doctor"}:
+    for name in cli.COMMANDS:
         with pytest.raises(SystemExit) as stopped:
             cli.run([name, "--help"])
         assert stopped.value.code == 0
@@ -392,8 +468,46 @@ def test_plan_and_train_agree(tmp_path, model, data):
         ]
         assert found[0] and found[1] and found[0].groups() == found[1].groups()
         assert found[0][1] == "4"
+        unused = f"not used, as {tmp_path / 'new'} has its own: rank\n"
+        assert (unused in said) == bool(start_from)
         # Of one to start from, the rank is its own.
         given, start_from = ["--tokens", 512, "--rank", 9], ["--init-adapter", out]
+
+
+def test_of_settings_that_are_not_used_it_is_said(tmp_path, model, data, capsys):
+    """A run of so many updates has no epochs, and one without validation data no validations."""
+    words = ["--eval-every", "2", "--epochs", "3", "--steps", "1", "--tokens", "64"]
+    for given, unused in (
+        (
+            data / "train.jsonl",
+            ["steps are given: epochs", "there is no validation data: eval_every"],
+        ),
+        (data, ["steps are given: epochs"]),
+    ):
+        out = tmp_path / given.name
+        arguments = ["train", "--model", model, "--data", given, "--out", out, *words]
+        assert cli.run([str(word) for word in arguments]) == 0
+        said = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("not used")
+        ]
+        assert said == [f"not used, as {reason}" for reason in unused]
+
+
+def test_of_rows_beyond_the_positions_of_the_model_it_is_said(tmp_path, data, capsys):
+    """They are trained on all the same: rotations go on."""
+    folder = write_chat_model(tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 28}))
+    noted = (
+        r"note: rows have up to \d+ tokens, and this model was made for 28; "
+        r"--max-length 28 would cut them"
+    )
+    for longest in (None, 28):
+        words = ["--model", folder, "--data", data, "--steps", 1, "--tokens", 64]
+        words += ["--out", tmp_path / str(longest)] + ["--max-length", longest] * bool(longest)
+        assert cli.run(["train", *map(str, words)]) == 0
+        said = [x for x in capsys.readouterr().out.splitlines() if x.startswith("note: rows")]
+        assert [bool(re.fullmatch(noted, line)) for line in said] == [True] * (longest is None)
 
 
 def test_names_are_printed_as_they_are(tmp_path, model, data):
@@ -535,9 +649,12 @@ def test_ctrl_c_elsewhere_stops_at_once():
     assert said == "krnl: Stopped.\n"
 
 
-@pytest.mark.parametrize("limit", [100, 20_000])
-def test_files_that_may_not_grow(tmp_path, model, data, limit):
-    """The log, or the adapter, is too large for a limit of the system."""
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [(100, "train"), (10_000, "adapter_model"), (20_000, "state"), (40_000, "loss")],
+)
+def test_files_that_may_not_grow(tmp_path, model, data, limit, name):
+    """What the run writes is too large for a limit of the system."""
     out = tmp_path / "out"
     ended = krnl_process(
         "train", *flags(settings(model, data, out, epochs=3)),
@@ -545,7 +662,7 @@ def test_files_that_may_not_grow(tmp_path, model, data, limit):
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    one_sentence(ended.stderr, r"/out/\S+ cannot be written: File too large")
+    one_sentence(ended.stderr, rf"/out/\S*{name}\.\w+ cannot be written: File too large")
     left = [path.name for path in out.rglob("*") if path.name.endswith(".tmp")]
     assert not left
 
@@ -610,6 +727,12 @@ def test_a_folder_that_cannot_be_written(tmp_path, model, data, mounted):
     assert ended.returncode == 2
     one_sentence(ended.stderr, r"/out, which cannot be used: (Read-only file|Permission denied)")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_disk_is_not_replaced_by_a_merged_model(place, capsys, mounted):
+    disk = mounted(place.folder / "disk", "size=4m")
+    assert cli.run(["merge", str(place.model), place.fitting_adapter(), str(disk)]) == 2
+    one_sentence(capsys.readouterr().err, r"/disk has to stay where it is; name a new folder in it")
 
 
 def test_a_loss_that_is_no_number_is_code_1(tmp_path, data):

@@ -187,6 +187,25 @@ def test_the_folder_has_to_be_new(tmp_path):
         fold(model, PLAIN, model.folder / "config.json" / "below")
 
 
+def test_a_link_stays_and_what_it_leads_to_is_the_new_folder(tmp_path):
+    model = make(tmp_path / "model", F32)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new"):
+        link = tmp_path / f"to {name}"
+        link.symlink_to(tmp_path / name)
+        fold(model, PLAIN, link)
+        assert link.is_symlink() and (tmp_path / name / "config.json").is_file()
+
+
+@pytest.mark.parametrize("here", [".", ""])
+def test_the_folder_that_one_is_in_is_not_replaced(tmp_path, monkeypatch, here):
+    model = make(tmp_path / "model", F32)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="has to stay where it is"):
+        fold(model, PLAIN, Path(here))
+
+
 def test_nothing_is_written_without_a_tokenizer(tmp_path):
     """The probe text needs one, and that is found out first."""
     model = make(tmp_path / "model", F32)

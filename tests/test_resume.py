@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from krnl.errors import ConfigError, FormatError
+from krnl.data.examples import Example, Examples
+from krnl.data.packing import pack
+from krnl.errors import ConfigError, FormatError, TrainingError
 from krnl.formats import resume
 from krnl.formats.resume import newest, save
+from krnl.model import Model
+from krnl.training.config import TrainConfig
+from krnl.training.folder import identity
 from krnl.training.loop import Interrupted
 from krnl.training.metrics import METRICS, Metrics
 from krnl.training.session import Session
@@ -24,6 +29,7 @@ from runs import (
     updates,
     validations,
 )
+from tiny import ALL
 
 # Two epochs of five updates, with everything that has a state: shuffling, dropout, moments, a
 # schedule with warmup, validation within epochs.
@@ -197,6 +203,74 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, model, data, whole, changed)
     with pytest.raises(ConfigError, match=f"^{name} is .*was started with .*keeps its settings"):
         run(settings(model, data, out, resume=True, **{**EVERYTHING, **changed}))
     same_run(out, whole)
+
+
+def test_a_resumed_run_keeps_the_adapter_that_it_started_from(tmp_path, monkeypatch, model, data):
+    """Its rank, alpha and layers, which are not those of the settings. It may lie elsewhere by
+    now."""
+    start = {"rank": 2, "alpha": 5.0, "targets": ("q_proj", "o_proj")}
+    for name, other in (("a", {}), ("b", {"alpha": 4.0}), ("c", {"targets": ("q_proj",)})):
+        run(settings(model, data, tmp_path / name, steps=1, **{**start, **other}))
+    given: dict[str, Any] = {"steps": 4, "save_every": 1, "rank": 2}
+
+    def go(name: str, adapter: str | None, **more: Any) -> None:
+        folder = str(tmp_path / adapter) if adapter else None
+        run(settings(model, data, tmp_path / name, init_adapter=folder, **given, **more))
+
+    go("whole", "a")
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        crash_in_pass(patch, 3)
+        go("out", "a")
+    for adapter, name, here in (("b", "alpha", 4.0), (None, "alpha", 6.0), ("c", "targets", "")):
+        with pytest.raises(ConfigError, match=rf"^{name} is .*{here}.* was started with .*keeps"):
+            go("out", adapter, resume=True)
+    shutil.move(tmp_path / "a", tmp_path / "moved")
+    go("out", "moved", resume=True)
+    same_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_rows_that_are_divided_otherwise_are_other_rows(model):
+    """Though the same tokens and targets follow one another."""
+    ids = np.arange(1, 9, dtype=np.int32)
+    targets = np.array([0, 1, 0, 0, 0, 0, 0, 1], bool)
+    found = []
+    for ends in ([8], [4, 8]):
+        starts = [0, *ends[:-1]]
+        rows = [
+            Example(ids[a:b], targets[a:b], 1, cut=False) for a, b in zip(starts, ends, strict=True)
+        ]
+        data = Examples([Example(ids, targets, 1, cut=False)], None)  # type: ignore[arg-type]
+        opened = Model.open(str(model))
+        found.append(identity(TrainConfig(), ALL, opened, data, pack(rows, 8), "cpu", "fp32"))
+    different = {name for name in found[0] if found[0][name] != found[1][name]}
+    assert different == {"valid_sha256"}
+
+
+def test_until_one_has_validated_the_latest_adapter_is_kept(tmp_path, monkeypatch, model, data):
+    """Where the run stops, stops again, or diverges."""
+    given: dict[str, Any] = {"schedule": "constant", "eval_every": 5, "save_every": 9}
+    out = tmp_path / "out"
+
+    def latest(update: int) -> tuple[bytes, bytes]:
+        folder = tmp_path / f"first{update}"
+        run(settings(model, data / "train.jsonl", folder, **{**given, "steps": update}))
+        return adapter_bytes(folder)
+
+    for update in (1, 2):
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            interrupt_after(patch, update, signal.SIGINT)
+            run(settings(model, data, out, steps=6, resume=update > 1, **given))
+        assert adapter_bytes(out) == latest(update)
+    update_once = Session.update
+
+    def diverging(self: Session, hyper: np.ndarray) -> tuple[float, float]:
+        done = len(updates(out))
+        return update_once(self, hyper) if done < 3 else (np.nan, np.nan)
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match=r"^Update 4 has loss"):
+        patch.setattr(Session, "update", diverging)
+        run(settings(model, data, out, steps=6, resume=True, **given))
+    assert adapter_bytes(out) == latest(3)
 
 
 def test_a_resumed_run_keeps_its_data(tmp_path, model, data, whole):

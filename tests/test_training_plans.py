@@ -5,10 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from krnl.backends.cpu import CpuBackend
 from krnl.backends.cuda import ON_PAPER
+from krnl.data.packing import pack
 from krnl.dtypes import BF16, F32, DType
 from krnl.errors import PlanError
 from krnl.formats.peft import AdapterConfig
@@ -19,7 +21,7 @@ from krnl.plan.arena import check_gradients, plan
 from krnl.plan.buffer import Kind
 from krnl.plan.step import Call, Step
 from memory_check import ALIGNMENT, check_lifetimes, check_memory, most_alive
-from tiny import ALL, plan_model, write_model
+from tiny import ALL, Run, make_documents, plan_model, write_model
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,20 @@ def test_inputs_lie_side_by_side(kind: str, adapter: str, tmp_path: Path) -> Non
     assert all(a.start + a.size <= b.start for a, b in pairwise(parts))
     apart = sum(-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b in buffers - {whole})
     assert planned.accumulate.layout.reserved(Kind.INPUT) <= apart
+
+
+@pytest.mark.parametrize("too_many", ["tokens", "target_row"])
+def test_a_pass_that_is_larger_than_planned_is_refused(too_many: str, model: Model) -> None:
+    """Before anything is written or run: kernels would go beyond their memory."""
+    run = Run(model, tokens=64)
+    (work,) = pack(make_documents([40, 25]), 65)
+    if too_many == "target_row":
+        (work,) = pack(make_documents([40, 24]), 64)
+        rows = np.zeros(65, np.int32)
+        work = replace(work, target_row=rows, target=rows)
+    with pytest.raises(PlanError, match=rf"^A part of 65 .* does not lie inside {too_many}\["):
+        run.session.accumulate(work, 1)
+    assert not run.memory.read(run.planned.programs.inputs.whole).any()
 
 
 def test_the_arena_is_close_to_what_is_alive(model: Model) -> None:

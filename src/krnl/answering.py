@@ -13,6 +13,7 @@ from krnl.data.template import Message
 from krnl.data.tokenizer import Tokenizer
 from krnl.devices import activation_type, open_backend
 from krnl.errors import ConfigError, DataError
+from krnl.formats.files import user_path
 from krnl.generator import Answer, Request, Sampling, answer_all, open_generator
 from krnl.model import Model
 from krnl.options import GenerateOptions
@@ -25,14 +26,16 @@ def answer(options: GenerateOptions) -> None:
         raise ConfigError("Give either a prompt or --messages FILE.jsonl.")
     if options.answer_last and options.messages is None:
         raise ConfigError("answer_last concerns the conversations of --messages.")
+    if options.raw and options.prompt is None:
+        raise ConfigError("raw concerns a prompt, and --messages are conversations.")
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     model = Model.open(options.model)
-    adapter = model.read_adapter(Path(options.adapter).expanduser()) if options.adapter else None
+    adapter = None if options.adapter is None else model.read_adapter(user_path(options.adapter))
     if options.prompt is not None:
         prompts = [prompt_ids(model.tokenizer, options.prompt, options.raw)]
     else:
         assert options.messages is not None
-        prompts = conversation_ids(model, Path(options.messages).expanduser(), options.answer_last)
+        prompts = conversation_ids(model, user_path(options.messages), options.answer_last)
     request = Request(prompts, options.max_tokens, sampling)
     backend = open_backend(options.device)
     activation = activation_type(backend, options.precision)

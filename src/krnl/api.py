@@ -12,6 +12,7 @@ from krnl.answering import chat_ids, prompt_ids
 from krnl.data.template import Message
 from krnl.devices import activation_type, open_backend
 from krnl.errors import ConfigError
+from krnl.formats.files import user_path
 from krnl.generator import Request, Sampling, answer_all, open_generator
 from krnl.model import Model
 from krnl.training.config import from_dict
@@ -47,16 +48,16 @@ def train(
 ) -> Result:
     """Fine-tunes; `settings` are those of `krnl train` (lr=1e-4, epochs=3, …). The adapter is in
     `out` afterwards."""
-    name = model.name if isinstance(model, Model) else str(model)
+    name = model.name if isinstance(model, Model) else model
     if lora is not None and not isinstance(lora, Lora):
         raise ConfigError(f"lora is {lora!r}; give krnl.Lora(rank=…, alpha=…, …).")
     adapter = vars(lora) if lora is not None else {}
-    given = {"model": name, "data": str(data), "out": str(out), **adapter}
+    given = {"model": name, "data": data, "out": out, **adapter}
     twice = sorted(given.keys() & settings.keys())
     if twice:
         raise ConfigError(f"{twice[0]} is given twice.")
-    words = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
-    config = from_dict({**given, **words}, "krnl.train")
+    words = {k: str(v) if isinstance(v, Path) else v for k, v in {**given, **settings}.items()}
+    config = from_dict(words, "krnl.train")
     if config.show is not None:
         raise ConfigError("show is for the command line.")
     result = run_training(config, Console(quiet=quiet, markup=False))
@@ -86,7 +87,7 @@ def generate(
         raise ConfigError(f"prompt is {prompt!r}; give text, or a list of messages.")
     request = Request([ids], max_tokens, Sampling(temperature, top_p, seed))
     backend = open_backend(device)
-    loaded = opened.read_adapter(Path(adapter).expanduser()) if adapter is not None else None
+    loaded = opened.read_adapter(user_path(adapter)) if adapter is not None else None
     generator = open_generator(
         opened, loaded, backend, activation_type(backend, precision), request
     )

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from krnl.errors import BackendError, ConfigError, KrnlError, Refused, TrainingError
@@ -65,8 +64,8 @@ def run(arguments: list[str]) -> int:
         _abandon_output()  # the reader has gone; there is nobody to tell
         return 0
     except OSError as error:
-        if error.filename is not None:
-            raise
+        if error.filename is not None:  # it may not be read, has too long a name, or the like
+            return _complain(f"{error.filename} cannot be used: {error.strerror or error}.", 2)
         _abandon_output()
         return _complain(f"The output cannot be written: {error.strerror or error}.", 1)
 
@@ -126,12 +125,13 @@ def _settings(
 ) -> "Settings":
     """TrainConfig, or one of its kind, from an optional YAML file and flags, which win. Where a
     `bare_model` is allowed, the first word may also be the model."""
+    from krnl.formats.files import user_path
     from krnl.training.config import from_yaml
 
     first, is_word = arguments[0] if arguments else "", bool(arguments) and arguments[0][:1] != "-"
     default = kind()
     if is_word and first.endswith((".yaml", ".yml")):
-        default, arguments = kind(**vars(from_yaml(Path(first)))), arguments[1:]
+        default, arguments = kind(**vars(from_yaml(user_path(first)))), arguments[1:]
     elif is_word and bare_model:
         default, arguments = kind(model=first), arguments[1:]
     elif is_word:
@@ -225,12 +225,13 @@ def merge(arguments: list[str]) -> int:
 
     options = _parse(MergeOptions, "merge", arguments)
     from krnl.devices import open_backend
+    from krnl.formats.files import user_path
     from krnl.merge import merge as merge_models
     from krnl.model import Model
 
     model = Model.open(options.model)
-    adapter = model.read_adapter(Path(options.adapter).expanduser())
-    merged = merge_models(model, adapter, Path(options.out).expanduser(), open_backend("auto"))
+    adapter = model.read_adapter(user_path(options.adapter))
+    merged = merge_models(model, adapter, user_path(options.out), open_backend("auto"))
     print(
         f"{merged.tensors} layers merged into {merged.out}. On a probe text the merged model's "
         "logits differ from the "
@@ -243,8 +244,9 @@ def merge(arguments: list[str]) -> int:
 
 def doctor(arguments: list[str]) -> int:
     """krnl doctor"""
-    if arguments:
-        raise ConfigError("`krnl doctor` takes no options.")
+    from krnl.options import DoctorOptions
+
+    _parse(DoctorOptions, "doctor", arguments)
     from krnl.doctor import examine
 
     return 0 if examine(_console()) else 1

@@ -14,6 +14,7 @@ from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.decoder import Decoder
 from krnl.models.generation_programs import GenerationPrograms
+from krnl.models.inputs import fill
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
 
@@ -33,6 +34,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if type(value := getattr(self, name)) not in (int, float):
+                raise ConfigError(f"{name} is {value!r}; it must be a number.")
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number.")
         if not 0 <= self.temperature < 100:
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be at least 0 and below 100."
@@ -194,8 +200,7 @@ class Generator:
             )
             values.append((start, base + first))
         fed = np.zeros(i.whole.size, np.int32)
-        for part, array in values:
-            fed[part.start : part.start + len(array)] = array
+        fill(fed, values)
         self._memory.write(i.whole, fed)
         (self._next_program if single else self._prompt_program).run()
         logits = self._next_logits if single else self._prompt_logits
@@ -250,7 +255,9 @@ def open_generator(
 ) -> Generator:
     """A generator just large enough for a request, within the positions that the model knows."""
     if type(request.longest_answer) is not int or request.longest_answer < 1:
-        raise ConfigError(f"max_tokens is {request.longest_answer}; it must be at least 1.")
+        raise ConfigError(
+            f"max_tokens is {request.longest_answer!r}; it must be a whole number, at least 1."
+        )
     longest = max(len(prompt) for prompt in request.prompts)
     limit = model.config.max_positions
     if longest >= limit:

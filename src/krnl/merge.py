@@ -45,15 +45,18 @@ def merge(
 ) -> Merged:
     """Writes base + scale · B A for every adapted layer (added in float32, rounded once to the
     layer's own type), the other tensors as they are, in the same files, with the tokenizer and
-    configs beside them. A tied head that is adapted becomes a tensor of its own. FormatError if
-    `out` is not empty or cannot be written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    configs beside them. A tied head that is adapted becomes a tensor of its own. ConfigError if
+    `out` is not empty or no folder that can be replaced, FormatError if it cannot be written."""
+    target = Path(os.path.realpath(out))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} is not an empty folder; give a new one.")
+    if target == Path.cwd() or target.is_mount():
+        raise ConfigError(f"{out} has to stay where it is; name a new folder in it.")
     config, modules = adapter
     probe = model.tokenizer.encode(PROBE).ids[: min(PROMPT_TOKENS, model.config.max_positions)]
     rounding = _Rounding()
     sources = sorted({t.path for t in model.checkpoint.tensors.values()})
-    building = out.with_name(f".{out.name}.tmp")  # takes its name when it is whole
+    building = target.with_name(f".{target.name}.tmp")  # takes its name when it is whole
     try:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -63,7 +66,7 @@ def merge(
         _copy_beside(model.folder, building, untied)
         if (model.folder / INDEX).is_file():
             _write_index(model, building, untied)
-        os.rename(building, out)
+        os.rename(building, target)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}.") from error
     finally:

@@ -13,6 +13,7 @@ from krnl.backends.base import Backend, Paper
 from krnl.dtypes import DType
 from krnl.errors import ConfigError
 from krnl.formats import hub
+from krnl.formats.files import user_path
 from krnl.formats.peft import AdapterConfig, check_fits, read_adapter
 from krnl.formats.safetensors import INDEX, SINGLE
 from krnl.model import Model, imagined_weights, stored_dtype
@@ -21,8 +22,8 @@ from krnl.models.config import ModelConfig, linear_paths
 from krnl.plan.arena import Plan
 from krnl.training.budget import LIMIT, BudgetedPlan, plan_within
 from krnl.training.config import TrainConfig
-from krnl.training.loop import adapter_config, linear_layers, load_data, starting_adapter
 from krnl.training.memory import gib
+from krnl.training.prepare import adapter_config, linear_layers, load_data, starting_adapter
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _adapter(config: TrainConfig, shape: ModelConfig) -> tuple[AdapterConfig, tu
     if config.init_adapter is None:
         adapter = adapter_config(config)
         return adapter, adapter.select(linear_paths(shape))
-    adapter, modules = read_adapter(Path(config.init_adapter).expanduser())
+    adapter, modules = read_adapter(user_path(config.init_adapter))
     check_fits(modules, linear_paths(shape), config.init_adapter)
     return replace(adapter, dropout=config.dropout), tuple(modules)
 
@@ -148,7 +149,7 @@ def _adapter(config: TrainConfig, shape: ModelConfig) -> tuple[AdapterConfig, tu
 def _folder(model: str) -> Path:
     if not model:
         raise ConfigError("model is missing: give a folder or a hub id.")
-    path = Path(model).expanduser()
+    path = user_path(model)
     return (
         path.parent
         if path.name == "config.json" and path.is_file()

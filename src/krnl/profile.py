@@ -23,7 +23,7 @@ from krnl.plan.step import Call
 from krnl.profile_names import direction, names, place
 from krnl.training.budget import plan_within
 from krnl.training.config import TrainConfig
-from krnl.training.loop import starting_adapter
+from krnl.training.prepare import starting_adapter
 from krnl.training.session import Session
 
 ROUNDS = 7  # medians are taken of these

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from krnl.bench.results import UNTRUSTED, circumstances
-from krnl.formats.files import open_atomic, write_json_atomic
+from krnl.formats.files import open_atomic, user_path, write_json_atomic
 from krnl.options import ProfileOptions
 from krnl.profile import By, Profile, Timing
 
@@ -28,11 +27,11 @@ def report(profile: Profile, options: ProfileOptions, console: Console) -> None:
     """Prints the profile, and writes the files that were asked for."""
     print_profile(profile, console, options.by, options.dispatches)
     if options.json is not None:
-        write_json_atomic(Path(options.json).expanduser(), as_json(profile))
+        write_json_atomic(user_path(options.json), as_json(profile))
     if options.trace is not None:
-        write_json_atomic(Path(options.trace).expanduser(), as_trace(profile))
+        write_json_atomic(user_path(options.trace), as_trace(profile))
     if options.png is not None:
-        with open_atomic(Path(options.png).expanduser()) as file:
+        with open_atomic(user_path(options.png)) as file:
             picture(profile, options.by).savefig(file, format="png", dpi=150)
 
 

@@ -141,7 +141,12 @@ def build(
         if example.targets.any():
             examples.append(example)
     if not examples:
-        cut = f" {rows_cut:,} were cut by --max-length {max_length}." if rows_cut else ""
+        cut = (
+            f" {rows_cut:,} were cut by --max-length {max_length}, which is --tokens where it is "
+            f"not given; the longest has {longest:,} tokens."
+            if rows_cut
+            else ""
+        )
         raise DataError(
             f"{rows[0].path}: none of its {len(rows):,} rows has a token to train on.{cut}"
         )

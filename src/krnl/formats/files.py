@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from krnl.errors import FormatError
+from krnl.errors import ConfigError, FormatError
 from krnl.strict_json import unique_keys
 
 
@@ -25,6 +25,16 @@ def cache_folder() -> Path:
     else:
         cache = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return cache / "krnl"
+
+
+def user_path(given: str | Path) -> Path:
+    """A path as users write it, which may begin with ~. ConfigError if that is of nobody here."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{given} begins with the home folder of a user who is not known here."
+        ) from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from krnl.errors import ConfigError
+from krnl.formats.files import user_path
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -27,7 +28,7 @@ def resolve(model: str, weights: bool = True) -> Path:
     A folder that exists is taken as it is. From the hub the weights come only if wanted.
     ConfigError if there is neither or the download fails.
     """
-    path = Path(model).expanduser()
+    path = user_path(model)
     if path.is_dir():
         return path
     if path.exists():

@@ -16,6 +16,7 @@ import numpy as np
 from krnl.errors import ConfigError
 from krnl.models.fields import Fields
 from krnl.models.rope import Rope, parse_rope
+from krnl.strict_json import unique_keys
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,13 @@ def load(folder: Path) -> ModelConfig:
     """The config of the model in `folder`, named after it. ConfigError names file and field."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder.") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # bad UTF-8, bad JSON, or a repeated key
+        raise ConfigError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
     return parse(content, str(path), folder.name)

@@ -2,6 +2,9 @@
 one piece."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from krnl.dtypes import I32
 from krnl.plan.arena import ALIGNMENT
@@ -18,6 +21,14 @@ def side_by_side(name: str, sizes: Mapping[str, int]) -> dict[str, Buffer]:
         end = starts[part] + size
     whole = Buffer(name, (end,), I32, Kind.INPUT)
     return {part: whole.part(part, starts[part], (size,)) for part, size in sizes.items()}
+
+
+def fill(content: np.ndarray, values: Iterable[tuple[Buffer, Any]]) -> None:
+    """Puts values where parts of a buffer begin whose whole `content` is, int32. PlanError if they
+    are more than a part holds: a device would read and write beyond its memory."""
+    for part, array in values:
+        at = part.rows(0, len(array))
+        content[at.start : at.start + at.size] = array
 
 
 def start_names(windows: Iterable[int | None]) -> dict[int | None, str]:

@@ -60,7 +60,10 @@ class Dropout:
 
 class LoraGroup:
     """Frozen linear layers over one input, with adapters on any of them. Members share a dropout
-    mask."""
+    mask.
+
+    The backward pass is `up_backward`, `input_gradient`, `down_backward`, in this order: dB needs
+    nothing of v, nor dA of the gradient at the input, so a GPU may form each beside the other."""
 
     def __init__(
         self,

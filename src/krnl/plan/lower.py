@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from krnl.dtypes import BY_NAME
+from krnl.dtypes import F32
 from krnl.errors import PlanError
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.step import Call
@@ -58,7 +58,7 @@ def lower(calls: Iterable[Call], table: Table) -> list[Dispatch]:
         row = table.choose(call)
         nbytes = row.workspace(call)
         scratch = (
-            Buffer(f"{call.label}.workspace", (-(-nbytes // 4),), BY_NAME["f32"], Kind.TEMP)
+            Buffer(f"{call.label}.workspace", (-(-nbytes // 4),), F32, Kind.TEMP)
             if nbytes
             else None
         )

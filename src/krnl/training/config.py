@@ -145,6 +145,11 @@ class TrainConfig:
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other.")
 
+    def changed(self, names: Iterable[str]) -> str:
+        """Which of these settings are not at their defaults, for people."""
+        default = TrainConfig()
+        return ", ".join(n for n in names if getattr(self, n) != getattr(default, n))
+
     def _require(self, name: str, fits: Callable[[Any], bool], rule: str) -> None:
         value = getattr(self, name)
         if not fits(value):
@@ -168,7 +173,8 @@ def from_yaml(path: Path) -> TrainConfig:
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}.") from error
     except (yaml.YAMLError, ValueError) as error:  # the latter for what looks like a date
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):

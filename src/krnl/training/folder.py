@@ -16,7 +16,7 @@ from krnl.errors import ConfigError, FormatError
 from krnl.formats import resume
 from krnl.formats.files import remove_leftovers
 from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
-from krnl.formats.peft import WEIGHTS
+from krnl.formats.peft import WEIGHTS, AdapterConfig
 from krnl.model import Model
 from krnl.training.config import TrainConfig
 from krnl.training.metrics import METRICS, PICTURE
@@ -38,14 +38,18 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 def identity(
     config: TrainConfig,
+    adapter: AdapterConfig,
     model: Model,
     train: Examples,
     valid: Iterable[Pass],
     device: str,
     precision: str,
 ) -> dict[str, Any]:
-    """What must be the same when a run is resumed: settings, data, the model's files by size."""
-    same = {name: value for name, value in settings(config).items() if name not in FREE}
+    """What must be the same when a run is resumed: settings, data, the model's files by size. Those
+    settings that an adapter to start from decides are the adapter's."""
+    given = settings(config)
+    chosen = given | asdict(adapter)
+    same = {name: chosen[name] for name in given if name not in FREE}
     files = {tensor.path for tensor in model.checkpoint.tensors.values()}
     return {
         **same,
@@ -53,7 +57,7 @@ def identity(
         "precision": precision,
         "model_files": {path.name: path.stat().st_size for path in sorted(files)},
         "data_sha256": _sha256(a for e in train.examples for a in (e.ids, e.targets)),
-        "valid_sha256": _sha256(a for w in valid for a in (w.tokens, w.target_row)),
+        "valid_sha256": _sha256(a for w in valid for a in (w.tokens, w.doc_start, w.target_row)),
     }
 
 
@@ -99,7 +103,7 @@ def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Save
         )
     else:
         _remove(out / name for name in left)
-    remove_leftovers(out, outputs)
+    remove_leftovers(out, (*outputs, SAVED_CONFIG))
     return saved
 
 

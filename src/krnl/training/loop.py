@@ -4,28 +4,28 @@ import math
 import threading
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
-from krnl.data.examples import Examples, build, show
+from krnl.data.examples import show
 from krnl.data.packing import Pass, batches, live_share, pack
-from krnl.data.rows import read_rows, split
 from krnl.devices import activation_type, open_backend
 from krnl.errors import FormatError, TrainingError
 from krnl.formats import resume
-from krnl.formats.files import write_json_atomic
+from krnl.formats.files import user_path, write_json_atomic
 from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
-from krnl.formats.peft import AdapterConfig, Modules, write_adapter
-from krnl.model import Model, initial_modules
+from krnl.formats.peft import Modules, write_adapter
+from krnl.model import Model
 from krnl.training import folder
 from krnl.training.budget import plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.loss_scale import LossScale, initial_scale
 from krnl.training.memory import gib
 from krnl.training.metrics import METRICS, PICTURE, Display, Metrics, draw
+from krnl.training.prepare import ADAPTERS_OWN, Data, linear_layers, load_data, starting_adapter
 from krnl.training.schedule import hyper, learning_rate
 from krnl.training.session import Session
 from krnl.training.signals import stop_signals
@@ -92,62 +92,13 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
         for example in data.train.examples[: config.show]:
             console.print(show(example, model.tokenizer), end="\n\n")
         return None
-    with folder.held(Path(config.out).expanduser()):
+    with folder.held(user_path(config.out)):
         run = Run(config, model, data, console)
         with closing(run.metrics), stop_signals() as stop:
             result = run.go(stop)
         del run  # drawing takes memory of its own, which the plan knows nothing of
         draw(result.out)
     return result
-
-
-@dataclass
-class Data:
-    """Training examples, and validation packed into passes."""
-
-    train: Examples
-    valid: list[Pass]
-
-    @property
-    def valid_targets(self) -> int:
-        return sum(len(work.target) for work in self.valid)
-
-
-def load_data(config: TrainConfig, model: Model) -> Data:
-    """Reads, tokenises and packs."""
-    train_file, valid_file = split(Path(config.data).expanduser())
-    if config.valid is not None:
-        valid_file = split(Path(config.valid).expanduser())[0]
-    longest = config.max_length or config.tokens
-
-    def examples(path: Path) -> Examples:
-        return build(read_rows(path), model.tokenizer, config.train_on, longest)
-
-    valid = pack(examples(valid_file).examples, config.tokens) if valid_file else []
-    return Data(examples(train_file), valid)
-
-
-def starting_adapter(config: TrainConfig, model: Model) -> tuple[AdapterConfig, Modules]:
-    """A fresh adapter as the settings describe it, or the one to start from."""
-    if config.init_adapter is not None:
-        adapter, modules = model.read_adapter(Path(config.init_adapter).expanduser())
-        return replace(adapter, dropout=config.dropout, base_model=config.model), modules
-    adapter = adapter_config(config)
-    return adapter, initial_modules(adapter, model.config, config.seed)
-
-
-def adapter_config(config: TrainConfig) -> AdapterConfig:
-    """The adapter that the settings describe."""
-    return AdapterConfig(
-        rank=config.rank,
-        alpha=config.alpha,
-        targets="all-linear" if config.targets == ("all-linear",) else config.targets,
-        rslora=config.rslora,
-        dropout=config.dropout,
-        rank_pattern=config.rank_pattern,
-        alpha_pattern=config.alpha_pattern,
-        base_model=config.model,
-    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +114,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, model: Model, data: Data, console: Console):
         self.config = config
-        self.out = Path(config.out).expanduser()
+        self.out = user_path(config.out)
         self.console = console
         self.data = data
         self.order = batches(
@@ -190,7 +141,13 @@ class Run:
         )
         self.plan.check()
         self.identity = folder.identity(
-            config, model, data.train, data.valid, self.backend.name, str(self.activation)
+            config,
+            self.adapter,
+            model,
+            data.train,
+            data.valid,
+            self.backend.name,
+            str(self.activation),
         )
         saved = folder.claim(self.out, config, self.identity)
         self._describe(model, modules)
@@ -216,8 +173,6 @@ class Run:
                     self._validate()
                 if last or self._due(self.config.save_every) or stop.is_set():
                     self._save()
-                if (last or stop.is_set()) and not (self.out / ADAPTER_CONFIG).exists():
-                    self._write_adapter()
                 if stop.is_set() and not last:
                     raise Interrupted(
                         f"Stopped after update {self.progress.step} of {len(self.order)}; "
@@ -289,9 +244,8 @@ class Run:
         return Batch(len(rows), pack([self.data.train[row] for row in rows], self.config.tokens))
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
-        """The update was not applied, so the adapter is still the last good one. With validation,
-        the best one so far is what stays."""
-        if not self.data.valid or not (self.out / ADAPTER_CONFIG).exists():
+        """The update was not applied, so the adapter is still the last good one."""
+        if not self._best_is_kept:
             self._write_adapter()
         fp16 = self.scale.dynamic
         raise TrainingError(
@@ -318,8 +272,15 @@ class Run:
             p.best_val_loss = loss
             self._write_adapter()
 
+    @property
+    def _best_is_kept(self) -> bool:
+        """Whether the folder holds the adapter that validated best. Until one has, it is to hold
+        the latest."""
+        return self.progress.best_val_loss is not None and (self.out / ADAPTER_CONFIG).exists()
+
     def _save(self) -> None:
-        if not self.data.valid:
+        """The adapter before the checkpoint: a run that is resumed after its last has both."""
+        if not self._best_is_kept:
             self._write_adapter()
         self.progress.metrics_position = self.metrics.sync()
         numbers = {
@@ -368,20 +329,36 @@ class Run:
     def _describe(self, model: Model, modules: Modules) -> None:
         """What the run is going to do, before it does it."""
         updates = [self.order[u] for u in range(min(len(self.order), self.order.per_epoch))]
-        epoch = [pack([self.data.train[r] for r in rows], self.config.tokens) for rows in updates]
+        # One update at a time: packed, an epoch takes several times the memory of its rows.
+        epoch = (pack([self.data.train[r] for r in rows], self.config.tokens) for rows in updates)
         trained = sum(a.size + b.size for a, b in modules.values())
         self.console.print(
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
             f"{linear_layers(len(modules))}, {trained:,} trained parameters, at most "
             f"{gib(self.plan.use.total)} of memory\n"
             + (f"{again}\n" if (again := self.plan.recomputed) else "")
-            + f"{len(self.order):,} updates of up to {self.config.batch_size} rows\n"
+            + f"{len(self.order):,} updates of up to {self.config.batch_size:,} rows\n"
             + self.data.train.report.describe(
                 live_share(work for passes in epoch for work in passes)
             ),
             highlight=False,
             soft_wrap=True,
         )
+        c = self.config
+        for ignored, names, reason in (
+            (c.init_adapter is not None, ADAPTERS_OWN, f"{c.init_adapter} has its own"),
+            (c.steps is not None, ("epochs",), "steps are given"),
+            (not self.data.valid, ("eval_every",), "there is no validation data"),
+        ):
+            if ignored and (unused := c.changed(names)):
+                self.console.print(f"not used, as {reason}: {unused}", soft_wrap=True)
+        longest = min(self.data.train.report.longest, c.max_length or c.tokens)
+        if longest > (known := model.config.max_positions):
+            self.console.print(
+                f"note: rows have up to {longest:,} tokens, and this model was made for {known:,}; "
+                f"--max-length {known} would cut them",
+                soft_wrap=True,
+            )
         if not self.adapter.uniform(modules):
             self.console.print(
                 "note: vLLM reads rank and alpha alone; with rank_pattern or alpha_pattern it "
@@ -390,10 +367,5 @@ class Run:
             )
 
 
-def linear_layers(count: int) -> str:
-    """So many matrices that have an adapter, for people."""
-    return f"{count} linear {'layer' if count == 1 else 'layers'}"
-
-
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from krnl.errors import FormatError
+from krnl.formats.files import open_atomic
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -108,7 +109,8 @@ def draw(folder: Path) -> Path:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(folder / PICTURE, dpi=150)
+    with open_atomic(folder / PICTURE) as file:
+        figure.savefig(file, dpi=150)
     return folder / PICTURE
 
 

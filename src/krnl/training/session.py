@@ -13,6 +13,7 @@ from krnl.formats.peft import AdapterConfig, Modules
 from krnl.model import Model, adapter_shapes
 from krnl.models.config import ModelConfig
 from krnl.models.decoder import Decoder
+from krnl.models.inputs import fill
 from krnl.models.training_programs import Recomputed, TrainingPrograms
 from krnl.models.weights import Weights
 from krnl.plan.arena import Plan, check_gradients, plan
@@ -188,7 +189,5 @@ class Session:
         for window, start in i.start.items():
             reach = 0 if window is None else rows - window + 1
             values.append((start, np.maximum(work.doc_start, reach)))
-        for part, array in values:
-            if part is not None:
-                self._fed[part.start : part.start + len(array)] = array
+        fill(self._fed, [(part, array) for part, array in values if part is not None])
         self._memory.write(i.whole, self._fed)
