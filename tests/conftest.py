@@ -1,8 +1,10 @@
-"""A tiny model that chats, and a few conversations; a GPU that runs nothing; where a gate keeps
+"""Tiny models, one that chats, and a few conversations; a GPU that runs nothing; where a gate keeps
 what machines reach. Modules that need others define their own."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,11 @@ from krnl.backends import cuda_memory
 from krnl.backends.cuda_compiler import Compiler
 from krnl.backends.cuda_driver import STEPWISE_VARIABLE
 from krnl.bench.reference import ReferenceStore
+from krnl.dtypes import F32, DType
+from krnl.model import Model
 from runs import write_chat_model, write_data
 from scripted_gate import KEY, REFERENCE
+from tiny import Write, write_model
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +28,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"), 10, 3)
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """Each model once."""
+
+    @cache
+    def write(kind: str = "llama", dtype: DType = F32, **sizes: Any) -> Model:
+        return write_model(tmp_path_factory.mktemp(kind), kind, dtype, **sizes)
+
+    return write
 
 
 @pytest.fixture

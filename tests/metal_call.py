@@ -1,5 +1,5 @@
-"""Runs one op on the simulated Metal device, on arrays as they are: no rounding, bits in and bits
-out."""
+"""One op on the simulated Metal device: checked against its reference, or run on arrays as they
+are, bits in and bits out."""
 
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from krnl.plan.lower import Table
 from krnl.plan.op import Op
 from krnl.plan.step import Step
 from metalsim.install import SimulatedBackend, metal_backend
+from op_bench import Bench
 
 TABLE = Table("metal", tuple(ROWS))
 TYPES = {dtype.numpy: dtype for dtype in BY_NAME.values()}
@@ -68,6 +69,15 @@ def run(
     results = [memory.read(target) for target in into]
     device.simulation.expect_clean()
     return results
+
+
+def check(bench: Bench, device: SimulatedBackend) -> float:
+    """The share of the allowance that was used. A report is what fails, if there is one."""
+    device.simulation.reports.clear()
+    try:
+        return bench.check(device)
+    finally:
+        device.simulation.expect_clean()
 
 
 def drawn(seed: int, *shape: int, dtype: DType = F32) -> np.ndarray:

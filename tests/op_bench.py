@@ -1,16 +1,19 @@
-"""A drawn call of an op: its values, its run on a device, and the comparison with the float64
-reference.
+"""Calls of an op, drawn or chosen: their values, their run on a device, and the comparison with the
+float64 reference.
 
 Inputs are rounded to the device's types before the reference sees them. Rows beyond the live ones
 hold NaN, temps hold NaN, and every output lies between guard elements that must come back
 untouched.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from krnl.dtypes import BF16, F16, F32, I32, DType
@@ -18,13 +21,17 @@ from krnl.kernels.launch import GpuRow, launches
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import lower
-from krnl.plan.op import Parameter
+from krnl.plan.op import Op, Parameter
 from krnl.plan.step import Step
 from op_cases import Case, allowance
+
+Draw = Callable[[Any], Any]
+EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "40"))  # drawn calls of an op
 
 GUARD = 24  # elements around an output; no multiple of a vector, so that outputs are misaligned
 # Read in the checkpoint's type, whatever the activations are.
 WEIGHTS = {"w", "w_gate", "w_up", "table"}
+FLOATS = (BF16, F32, F16)
 HANDS_OVER = 6  # the constant of gemm_wgmma that says so
 ATTRIBUTES = {"eps": 1e-5, "scale": 0.125, "sign": 1.0, "rate": 0.5, "stream": 7}
 
@@ -32,6 +39,14 @@ ATTRIBUTES = {"eps": 1e-5, "scale": 0.125, "sign": 1.0, "rate": 0.5, "stream": 7
 def shape_of(parameter: Parameter, dims: dict[str, Any], member: int) -> tuple[int, ...]:
     sizes = [int(x) if x.isdigit() else dims[x] for x in parameter.letters]
     return tuple(s[member] if isinstance(s, tuple) else s for s in sizes)
+
+
+def output_types(op: Op, activation: DType) -> tuple[DType, ...]:
+    """What results without a type of their own may be stored in."""
+    if op.name == "cast":
+        return FLOATS
+    free = any(p.any_float for p in op.outputs)
+    return (activation, F32) if free and activation is not F32 else (activation,)
 
 
 class Bench:
@@ -45,10 +60,8 @@ class Bench:
         self.dims = case.dims(draw)
         self.attributes = case.attributes(draw)
         self.absent = case.absent(draw, self.dims)
-        self.weight = draw(st.sampled_from([BF16, F32, F16]))
-        others = [BF16, F32, F16] if case.op.name == "cast" else [activation, F32]
-        free = any(p.any_float for p in case.op.outputs)
-        self.target = draw(st.sampled_from(others)) if free else activation
+        self.weight = draw(st.sampled_from(FLOATS))
+        self.target = draw(st.sampled_from(output_types(case.op, activation)))
         n = self.dims.get("n", 0)
         self.live = (
             draw(st.sampled_from([n, n // 2, max(n - 1, 0), 1, n, 0])) if case.op.has_live else n
@@ -309,6 +322,44 @@ def chosen(
         dims["p"] = dims["elements"]
     live = max(1, dims["n"] - 1) if case.op.has_live else None
     return Chosen(case, activation, dims, weight, target, live)
+
+
+def of_every_type(
+    case: Case, activation: DType, sizes: Iterable[Mapping[str, Any]]
+) -> Iterator[Bench]:
+    """Calls of chosen sizes with every type of weight and output."""
+    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
+    weights = FLOATS if weighted else (activation,)
+    for call in product(sizes, [activation], weights, output_types(case.op, activation)):
+        yield chosen(case, *call)
+
+
+def check_drawn(
+    case: Case,
+    activation: DType,
+    count: int,
+    check: Callable[[Bench, Draw], float],
+    shrinks: bool = False,
+) -> float:
+    """Hands `count` drawn calls to `check`, which may draw more; the largest share of the allowance
+    that it tells. A call that fails names its sizes, and is not shrunk unless told so: to run many
+    more takes minutes, and after an illegal access on a GPU nothing runs any more."""
+    used = [0.0]
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=settings.default.phases if shrinks else (Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        used.append(check(Bench(case, data.draw, activation), data.draw))
+
+    run()
+    return max(used)
 
 
 def hide_last_keys(bench: Bench, count: int) -> None:

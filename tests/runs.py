@@ -1,5 +1,5 @@
-"""Small training runs: a tiny model with a real tokenizer, chats of random words, and `krnl` as a
-process of its own."""
+"""Small training runs: a tiny model with a real tokenizer, chats of random words, how far runs may
+be apart, and `krnl` as a process of its own."""
 
 import json
 import os
@@ -86,6 +86,16 @@ def settings(model: Path, data: Path, out: Path, **given: Any) -> TrainConfig:
     return TrainConfig(model=str(model), data=str(data), out=str(out), **{**small, **given})
 
 
+def storyteller(out: Path, **given: Any) -> TrainConfig:
+    """The settings of the run of PEFT's that is stored."""
+    stored: dict[str, Any] = {
+        "model": str(BASE), "data": str(STORYTELLER / "data/train.jsonl"), "out": str(out),
+        "rank": 16, "alpha": 32.0, "epochs": 3, "batch_size": 16, "lr": 1e-3, "warmup": 20,
+        "clip": 1.0,
+    }  # fmt: skip
+    return TrainConfig(**{**stored, **given})
+
+
 def run(config: TrainConfig) -> Result:
     """The run, without a word."""
     result = train(config, Console(quiet=True))
@@ -103,6 +113,20 @@ def validations(out: Path) -> list[dict[str, Any]]:
     return [line for line in read(out / METRICS) if "val_loss" in line]
 
 
+# How far an update's loss and gradient norm may be from those of the same run in fp32 or float64,
+# relative. In float32 sums are formed in another order: a loss may be as far off as from PEFT's in
+# the first updates of test_storyteller, a norm as over all of them. In 16 bits each of some 60
+# roundings moves an activation by up to half an ulp: like a random walk they add to four, and the
+# mean over dozens of targets takes that down to one. Updates add less in a few steps, as they see
+# gradients that are about as far off. A norm is a length of differences, more easily moved: it gets
+# ten times as much.
+ALLOWED = {
+    "fp32": {"loss": 1e-4, "grad_norm": 1e-2},
+    "fp16": {"loss": 2 * 2.0**-11, "grad_norm": 20 * 2.0**-11},
+    "bf16": {"loss": 2 * 2.0**-8, "grad_norm": 20 * 2.0**-8},
+}
+
+
 def follow(out: Path, reference: Path, allowed: dict[str, float]) -> None:
     """Of every update, the values named in `allowed` are within that part of the reference's."""
     for name, part in allowed.items():
@@ -110,6 +134,31 @@ def follow(out: Path, reference: Path, allowed: dict[str, float]) -> None:
         off = np.abs(here / there - 1)
         print(f"{name}: off by {off.max():.1e}, {off.max() / part:.0%} of the allowance")
         assert len(off) > 0 and off.max() <= part
+
+
+def check_a_run_follows_the_cpu(
+    folder: Path, model: Path, data: Path, device: str, precision: str
+) -> None:
+    """Two epochs with dropout, warm-up, clipping and validation."""
+    given: dict[str, Any] = {"epochs": 2, "warmup": 2, "dropout": 0.1}
+    cpu, other, allowed = folder / "cpu", folder / device, ALLOWED[precision]
+    run(settings(model, data, cpu, device="cpu", **given))
+    run(settings(model, data, other, device=device, **{**given, "precision": precision}))
+    follow(other, cpu, allowed)
+    for got, want in zip(validations(other), validations(cpu), strict=True):
+        off = abs(got["val_loss"] / want["val_loss"] - 1)
+        assert off <= allowed["loss"], f"val_loss of update {want['step']} is off by {off:.1e}"
+
+
+def check_the_storyteller_follows_the_cpu(
+    folder: Path, steps: int, device: str, precision: str, **given: Any
+) -> None:
+    """A checkpoint in bf16, against the CPU in float32."""
+    for name, chosen in (("cpu", "fp32"), (device, precision)):
+        out = folder / name
+        run(storyteller(out, device=name, precision=chosen, steps=steps, shuffle=False, **given))
+    follow(folder / device, folder / "cpu", ALLOWED[precision])
+    assert len(updates(folder / device)) == steps
 
 
 def timeless(out: Path) -> list[dict[str, Any]]:

@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import krnl
+from cpu_device import cpu
 from krnl.backends.cpu import CpuBackend, available_isas
 from krnl.dtypes import F32
 from krnl.errors import ConfigError
-from op_cases import CASES
-from test_ops import Bench, backend
+from op_bench import check_drawn
+from op_cases import CASE
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "examples" / "storyteller" / "model")
@@ -103,13 +102,6 @@ raise SystemExit(run(["generate", {MODEL!r}, "hi"]))
 def test_one_side_of_swiglu_may_be_far_longer(isa, ranks):
     """One projection adapted, at a rank that outgrows a thread's scratch unless K is cut for it."""
     p, q = ranks
-    case = next(case for case in CASES if case.op.name == "lora_swiglu")
     dims = {"n": 40, "c": 33, "f": 100, "p": p, "q": q, "s": p + q}
-    long_case = replace(case, dims=lambda draw: dims, absent=lambda draw, d: set())
-
-    @settings(max_examples=3, deadline=None, database=None, derandomize=True)
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        Bench(long_case, data.draw, F32).check(backend(isa))
-
-    run()
+    long_case = replace(CASE["lora_swiglu"], dims=lambda draw: dims, absent=lambda draw, d: set())
+    check_drawn(long_case, F32, 3, lambda bench, draw: bench.check(cpu(isa)), shrinks=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 import krnl.model
 import krnl.training.loop
 import krnl.training.memory
+import krnl.training.prepare
 from krnl.backends.base import Backend, Paper
 from krnl.backends.cpu import CpuBackend
 from krnl.backends.cuda import ON_PAPER as CUDA
@@ -352,8 +353,8 @@ def test_a_plan_holds_what_the_run_holds_when_memory_is_measured(
         right = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given: events.append(event) or right(*given))
 
-    watched(krnl.training.loop, "build", "rows")
-    watched(krnl.training.loop, "initial_modules", "adapter")
+    watched(krnl.training.prepare, "build", "rows")
+    watched(krnl.training.prepare, "initial_modules", "adapter")
     watched(krnl.model, "read_adapter", "adapter")
     watched(krnl.training.memory, "_resident", "measured")
     seen = []

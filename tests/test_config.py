@@ -360,7 +360,11 @@ def test_a_tied_head_has_no_tensor_but_is_a_layer():
 def test_load_names_the_file(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json, so it is not a model folder"):
         load(tmp_path)
-    for text, message in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
+    for text, message in (
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "the key 'vocab_size' appears twice"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             load(tmp_path)

@@ -51,13 +51,43 @@ def test_memory_gives_back_what_was_written(dtype: DType, values: str, driver: F
 
 
 def test_what_waits_to_be_copied_is_not_overwritten(driver: FakeDriver) -> None:
-    """Small writes do not wait; when there is no more room, what lies there is copied first."""
+    """Small writes do not wait; when there is no more room, what lies there is copied first, while
+    copies from the other staging may still be to come."""
     buffer = Buffer("buffer", (512,), F32, Kind.STATE)
     memory = CudaBackend(table()).allocate(buffers(buffer).layout)
+    to_come = []
     for i in range(512):
         memory.write(buffer.part("", i, (1,)), np.array([i]))
+        to_come.append(len(driver.queue))
+    in_a_staging = cuda_memory.STAGING // 64
+    assert in_a_staging < min(to_come[in_a_staging:]) and max(to_come) < 3 * in_a_staging
     assert driver.calls.count("cuStreamSynchronize") == 0
     np.testing.assert_array_equal(memory.read(buffer), np.arange(512))
+
+
+def test_what_runs_sees_what_was_written_before_it(driver: FakeDriver) -> None:
+    """However far the host is ahead, whatever becomes of its arrays, and whether writes are smaller
+    or larger than a staging."""
+    buffer = Buffer("buffer", (3000,), F32, Kind.STATE)
+    memory = CudaBackend(table()).allocate(buffers(buffer).layout)
+    assert buffer.nbytes > 2 * cuda_memory.STAGING
+    inside = (ctypes.c_float * buffer.size).from_address(memory.address(buffer))
+    rng, content, furthest = np.random.default_rng(3), np.zeros(buffer.size, np.float32), 0
+    seen: list[np.ndarray] = []
+    expected: list[np.ndarray] = []
+    for _ in range(400):
+        size = int(rng.integers(0, buffer.size if rng.random() < 0.1 else 60))
+        start = int(rng.integers(0, buffer.size - size + 1))
+        values = rng.random(size, dtype=np.float32)
+        memory.write(buffer.part("", start, (size,)), values)
+        content[start : start + size] = values
+        values[:] = -1
+        driver._enqueue(lambda: seen.append(np.array(inside)))
+        expected.append(content.copy())
+        furthest = max(furthest, len(driver.queue))
+    np.testing.assert_array_equal(memory.read(buffer), content)
+    np.testing.assert_array_equal(seen, expected)
+    assert furthest > 20 and driver.calls.count("cuStreamSynchronize") == 1
 
 
 def test_small_writes_do_not_wait(driver: FakeDriver) -> None:

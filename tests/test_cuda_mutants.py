@@ -1,7 +1,6 @@
 """Deliberate faults in the CUDA kernels, one at a time: the simulator reports each, or the numbers
 are wrong in one of several orders of threads."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,10 +21,10 @@ from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Table
 from krnl.plan.step import Call
+from mutants import Mutant, mutants
 from op_bench import Chosen, forget_last_keys, hide_last_keys
-from op_cases import CASES
+from op_cases import CASE
 
-CASE = {case.op.name: case for case in CASES}
 # Orders of threads, and whether launches are told to run beside the one before.
 WAYS = ((BACKWARD, False), (FORWARD, True), (2, False))
 
@@ -142,43 +141,16 @@ EXAMPLES = {
 }
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """`text`, which stands once in a file, becomes `replacement`."""
-
-    fault: str
-    file: str
-    examples: tuple[str, ...]
-    text: str
-    replacement: str
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """All files of the kernels, by name."""
-        files = dict(unmutated())
-        found = files[self.file].count(self.text)
-        assert found == 1, (
-            f"Mutant '{self.fault}' replaces a text that {self.file} has {found} times, not once: "
-            f"{self.text!r}. The kernel has changed; quote what stands there now."
-        )
-        files[self.file] = files[self.file].replace(self.text, self.replacement)
-        return files
-
-
 @cache
 def unmutated() -> dict[str, str]:
+    """All files of the kernels, by name."""
     return {f"{name}.cu": sources.source(name) for name in sources.libraries()} | sources.headers()
-
-
-def _mutants(file: str, examples: str, *entries: tuple[str, str, str]) -> Iterator[Mutant]:
-    for fault, text, replacement in entries:
-        yield Mutant(fault, file, tuple(examples.split(", ")), text, replacement)
 
 
 # Formatted by hand: what is wrong on a mutant's first line, the change on the next.
 # fmt: off
 MUTANTS = [
-    *_mutants(
+    *mutants(
         "common.h", "norm",
         ("a sum of the block before all have written theirs",
          "if (lane == 0) scratch[warp] = x;\n  __syncthreads();\n  x = warp_sum(",
@@ -196,7 +168,7 @@ MUTANTS = [
          'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");\n    '
          'asm volatile("griddepcontrol.wait;" ::: "memory");'),
     ),
-    *_mutants(
+    *mutants(
         "rows.h", "norm odd, loss odd",
         ("an element beyond the row read",
          "j < width && i < width - j", "j < width && i <= width - j"),
@@ -205,23 +177,23 @@ MUTANTS = [
         ("rows read by eights that are not aligned",
          "if (kVectorised && j < width)", "if (j + 8 <= width)"),
     ),
-    *_mutants(
+    *mutants(
         "norm.cu", "norm short",
         ("dead rows normalised",
          "if (team.row >= uint32(*live) * rows.per_token) return;\n\n  Vector held",
          "if (team.row > uint32(*live) * rows.per_token) return;\n\n  Vector held"),
     ),
-    *_mutants(
+    *mutants(
         "norm.cu", "norm wide",
         ("a wide row taken for one that is held",
          "width <= lap ? held[i] : load<kVectorised>(x + start, j, width)", "held[i]"),
     ),
-    *_mutants(
+    *mutants(
         "norm.cu", "norm backward",
         ("no residual", "if constexpr (kResidual) result", "if constexpr (false) result"),
         ("the mean is the sum", "team.sum(products) / float(width)", "team.sum(products)"),
     ),
-    *_mutants(
+    *mutants(
         "loss.cu", "loss",
         ("every thread writes the loss", "if (threadIdx.x == 0) *loss += sum;", "*loss += sum;"),
         ("dead rows summed",
@@ -229,32 +201,32 @@ MUTANTS = [
         ("a sum not rescaled when the largest logit grows", "sum *= expf(top - highest);", ""),
         ("no one-hot", "if (j + i == label) gradient.of[i] -= one;", ""),
     ),
-    *_mutants(
+    *mutants(
         "optimizer.cu", "gradient norm",
         ("the last block is as long as the others",
          "min_of(blocks.block, blocks.count - start)", "blocks.block"),
         ("the scale left out", "values.of[i] * scale", "values.of[i]"),
         ("a block too many added up", "block < count; block", "block <= count; block"),
     ),
-    *_mutants(
+    *mutants(
         "optimizer.cu", "adamw, adamw overflow",
         ("an update in spite of overflow", "at >= count || !is_finite(*norm)", "at >= count"),
         ("first moments stored as second",
          "store<kVectorised>(second, j, count, v)", "store<kVectorised>(second, j, count, m)"),
     ),
-    *_mutants(
+    *mutants(
         "pointwise.cu", "gather",
         ("a negative index read", "if (from >= 0) values", "values"),
     ),
-    *_mutants(
+    *mutants(
         "pointwise.cu", "dropout",
         ("a counter for eight columns", "philox({j / 4 + 1, place", "philox({j / 4, place"),
     ),
-    *_mutants(
+    *mutants(
         "pointwise.cu", "rope",
         ("the second half not rotated", "b.of[i] * c.of[i] + a.of[i] * sine", "b.of[i] * c.of[i]"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_simt.cu", "simt",
         ("a stage filled while others multiply",
          "    multiply(sums, a_stage, b_stage);\n    __syncthreads();\n  }\n}\n\n// grid.x",
@@ -265,22 +237,22 @@ MUTANTS = [
          "column + j < columns)\n        finish<kSwigluBackward>",
          "column + j <= columns)\n        finish<kSwigluBackward>"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_simt.cu", "simt chunks",
         ("all chunks in one place", "if (shape.chunks > 1) y +=", "if (false) y +="),
         ("a chunk too many added up",
          "chunk < shape.chunks; chunk++", "chunk <= shape.chunks; chunk++"),
     ),
-    *_mutants(
+    *mutants(
         "gemm.h", "simt tn, mma tn",
         ("dead rows summed",
          "kLayout == kTN ? min_of(pair.depth, live) : pair.depth", "pair.depth"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_simt.cu", "simt swiglu",
         ("up's adapter begins with gate's", "start - (is_up ? shape.gate_rank : 0)", "start"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_mma.cu", "mma",
         ("tiles used before they are there",
          "wait_copies<kStages - 2>();", "wait_copies<kStages - 1>();"),
@@ -296,16 +268,16 @@ MUTANTS = [
          "if (row >= rows || column >= shape.columns) return;\n    float x[2]",
          "if (row >= rows || column > shape.columns) return;\n    float x[2]"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_mma.cu", "mma swiglu",
         ("up's adapter begins with gate's",
          "shape.columns, shape.gate_rank, shape.up_rank)", "shape.columns, 0, shape.up_rank)"),
     ),
-    *_mutants(
+    *mutants(
         "epilogue.h", "mma",
         ("no residual", "if (epilogue.residual) {", "if (false) {"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma steps",
         ("a stage released while products read it",
          "        running = turn.stage;\n", "        running = -1, release(turn.stage);\n"),
@@ -327,7 +299,7 @@ MUTANTS = [
          "init_barrier(&empty[stage], Kernel::kMultiplyingWarps)",
          "init_barrier(&empty[stage], Kernel::kMultiplyingWarps + 1)"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma handed",
         ("sums written that have not come", "{ wait(&handed[sender], turn.parity); }", "{}"),
         ("sums never said to be taken", "arrive(&taken[sender]);", ";"),
@@ -337,33 +309,33 @@ MUTANTS = [
         ("the first half twice", "pack_half<1>(sums, rest)", "pack_half<0>(sums, rest)"),
         ("one warp's rows left out", "sender += kWriters)", "sender += kWriters + 1)"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma handed at once",
         ("a half kept for a step that does not come", "i == all / 2", "i == all / 2 + 1"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma split",
         ("the residual added by every block of a cluster", "kStore && rank == 0 ?", "kStore ?"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma",
         ("a residual of dead rows",
          "column < columns_left && row < rows()", "column < columns_left"),
         ("the residual of the row above", "thread_row(tile) + half * 8;\n      const T *const from",
          "thread_row(tile);\n      const T *const from"),
     ),
-    *_mutants(
+    *mutants(
         "swiglu.h", "wgmma handed",
         ("columns beyond the matrix written", "column < part.columns", "column <= part.columns"),
         ("up in gate's place", "read(from + kColumns / 2)", "read(from)"),
     ),
-    *_mutants(
+    *mutants(
         "swiglu.h", "wgmma handed back",
         ("gate of a row before",
          "gate + place(i));\n", "gate + place(max_of(i - 1, 0)));\n"),
         ("the derivative of the sigmoid", "fmaf(-silu, s, s + silu)", "fmaf(-s, s, s)"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma split",
         ("sums exchanged where products still read",
          "reinterpret_cast<float4 *>(ring.tiles);\n    sync_cluster();",
@@ -372,13 +344,13 @@ MUTANTS = [
          "    sync_cluster();\n#pragma unroll\n    for (int i = 0; i < kShare; i++) mine",
          "#pragma unroll\n    for (int i = 0; i < kShare; i++) mine"),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma tn",
         ("dead rows multiplied", "if (live >= kDepth) return;", "return;"),
         ("tokens forgotten without waiting for one another",
          "    sync_threads(1, threads);\n", ""),
     ),
-    *_mutants(
+    *mutants(
         "gemm_wgmma.cu", "wgmma swiglu",
         ("up's adapter begins with gate's",
          "tile.column, k - shape.member[0].rank);", "tile.column, k);"),
@@ -386,14 +358,14 @@ MUTANTS = [
          "fetch_b<kColumns>(turn.stage, kColumns, &maps.b[1]",
          "fetch_b<kColumns>(turn.stage, 0, &maps.b[1]"),
     ),
-    *_mutants(
+    *mutants(
         "staging.h", "wgmma",
         ("columns beyond the matrix written",
          "if (column >= columns_left) continue;", "if (column > columns_left) continue;"),
         ("the lower half of a matrix in the upper's place",
          "lane / 8 % 2 * 8 + lane % 8", "lane % 8"),
     ),
-    *_mutants(
+    *mutants(
         "attention_simt.cu", "attention simt",
         ("a query sees the key after its last",
          "const int last = stop[query];", "const int last = stop[query] + 1;"),
@@ -401,26 +373,26 @@ MUTANTS = [
         ("every warp's maximum is the row's",
          "exp2f(top - row_top) / row_total", "1.0f / row_total"),
     ),
-    *_mutants(
+    *mutants(
         "attention_simt.cu", "attention simt backward",
         ("a key is not seen by its own query",
          "int query = key + warp * kWarp;", "int query = key + 1 + warp * kWarp;"),
         ("one head of those that share a key",
          "head < (key_head + 1) * group; head++", "head < key_head * group + 1; head++"),
     ),
-    *_mutants(
+    *mutants(
         "attention_mma.cu", "attention",
         ("hidden keys seen", "column >= row_stop) scores", "column > row_stop) scores"),
         ("the largest score of one lane", "    new_top = max_of_four(new_top);\n", ""),
         ("keys of dead rows multiplied",
          "there = first + row < stop && column < size", "there = column < size"),
     ),
-    *_mutants(
+    *mutants(
         "attention_mma.cu", "attention backward",
         ("a query does not see itself", "if (seer < key ||", "if (seer <= key ||"),
         ("no delta", "fmaf(dp[i][j], shape.scale, -row_delta[j / 2])", "dp[i][j] * shape.scale"),
     ),
-    *_mutants(
+    *mutants(
         "attention_wgmma.cu", "attention wgmma",
         ("scores used while products run",
          "      wait_products<1>();\n      finish_scores(i);",
@@ -432,11 +404,11 @@ MUTANTS = [
          "consumer * kConsumerRows, k.get(0));"),
         ("earlier sums not rescaled", "out[j] *= factor[j / 2 % 2];", "out[j] *= 1.0f;"),
     ),
-    *_mutants(
+    *mutants(
         "attention_wgmma.cu", "attention unseen",
         ("values multiplied that nobody sees", "if (rows < kKeys) last.forget(rows);", ""),
     ),
-    *_mutants(
+    *mutants(
         "attention_wgmma.cu", "attention wgmma backward",
         ("the upper rows' lse for all", "-lse[j / 2 % 2]", "-lse[0]"),
         ("keys released while products read them",
@@ -480,7 +452,8 @@ def compiled(files: dict[str, str]) -> build.Kernels:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file} {mutant.fault}")
 def test_a_fault_is_seen(mutant: Mutant) -> None:
-    functions = compiled(mutant.sources)
+    files = unmutated()
+    functions = compiled(files | {mutant.file: mutant.of(files[mutant.file])})
     functions.prepare(kernels_of(mutant))  # raises where it does not compile, which is no answer
     assert outcome(functions, mutant.examples)
 

@@ -1,12 +1,10 @@
 """Every op on an NVIDIA GPU against its float64 reference: the cases and allowances of the CPU."""
 
-import os
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cuda_device import cuda, missing
@@ -15,13 +13,20 @@ from krnl.kernels.cuda.table import table
 from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import launches
 from krnl.plan.lower import Table, lower
-from op_bench import HANDS_OVER, SIZES, WEIGHTS, Bench, chosen
-from op_cases import CASES
+from op_bench import (
+    EXAMPLES,
+    HANDS_OVER,
+    SIZES,
+    Bench,
+    Draw,
+    check_drawn,
+    chosen,
+    of_every_type,
+)
+from op_cases import CASE
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a GPU")
 
-EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "40"))
-BY_NAME = {case.op.name: case for case in CASES}
 ACTIVATIONS = (BF16, F16, F32)
 # Beside the small ones: what large models are made of, so that kernels for them are chosen.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -35,42 +40,26 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 every_call = pytest.mark.parametrize(
-    ("name", "activation"), list(product(BY_NAME, ACTIVATIONS)), ids=str
+    ("name", "activation"), list(product(CASE, ACTIVATIONS)), ids=str
 )
 
 
 @every_call
-def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
-    """Drawn sizes, on aligned addresses and on others. A failing call is not shrunk: it names its
-    sizes, and after an illegal access nothing runs any more."""
-    case, used = BY_NAME[name], [0.0]
+def test_op_matches_its_reference(name: str, activation: DType) -> None:
+    """Drawn sizes, on aligned addresses and on others."""
 
-    @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        bench = Bench(case, data.draw, activation)
-        bench.shift = data.draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
-        used.append(bench.check(cuda()))
+    def check(bench: Bench, draw: Draw) -> float:
+        bench.shift = draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
+        return bench.check(cuda())
 
-    run()
-    record_property("share_of_allowance", max(used))
-    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+    used = check_drawn(CASE[name], activation, EXAMPLES, check)
+    print(f"{name} cuda {activation}: at most {used:.0%} of the allowance")
 
 
 def calls(name: str, activation: DType) -> list[Bench]:
     """Chosen sizes with every type of weight and output."""
-    case = BY_NAME[name]
-    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
-    weights = ACTIVATIONS if weighted else (activation,)
-    free = any(p.any_float for p in case.op.outputs)
-    targets = ACTIVATIONS if name == "cast" else (activation, F32) if free else (activation,)
-    small = [
-        chosen(case, *given) for given in product(SIZES.values(), [activation], weights, targets)
-    ]
-    return small + [chosen(case, sizes, activation) for sizes in LAYERS.values()]
+    small = of_every_type(CASE[name], activation, SIZES.values())
+    return [*small, *(chosen(CASE[name], sizes, activation) for sizes in LAYERS.values())]
 
 
 @every_call
@@ -99,7 +88,7 @@ def test_every_kernel_for_an_op_is_right(name: str, activation: DType) -> None:
 def test_two_runs_are_the_same_bit_for_bit(name: str, activation: DType) -> None:
     """And with other work between them."""
     for sizes in (*SIZES.values(), *LAYERS.values()):
-        bench = chosen(BY_NAME[name], sizes, activation)
+        bench = chosen(CASE[name], sizes, activation)
         first = bench.run(cuda())
         for _ in range(3):
             np.testing.assert_equal(bench.run(cuda()), first)
@@ -108,18 +97,18 @@ def test_two_runs_are_the_same_bit_for_bit(name: str, activation: DType) -> None
 @every_call
 def test_a_call_for_the_sanitizer(name: str, activation: DType) -> None:
     """One small call, for tools that watch every access."""
-    chosen(BY_NAME[name], SIZES["ragged"], activation).run(cuda())
-    chosen(BY_NAME[name], SIZES["whole"], activation).run(cuda())
+    chosen(CASE[name], SIZES["ragged"], activation).run(cuda())
+    chosen(CASE[name], SIZES["whole"], activation).run(cuda())
 
 
 def test_every_op_has_a_row_and_every_row_an_op() -> None:
-    assert {row.op for row in cuda().kernels.rows} == set(BY_NAME)
+    assert {row.op for row in cuda().kernels.rows} == set(CASE)
 
 
 def test_large_products_are_those_that_hand_over() -> None:
     """The last of the sizes above is there for them."""
     for name in ("lora_swiglu", "lora_swiglu_backward"):
-        bench = chosen(BY_NAME[name], LAYERS["many"], BF16)
+        bench = chosen(CASE[name], LAYERS["many"], BF16)
         (found,) = lower(bench.emit()[0].calls, table(Target(90)))
         (launch,) = launches(found)
         assert launch.constants[HANDS_OVER]

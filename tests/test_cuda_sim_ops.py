@@ -2,7 +2,6 @@
 allowances of the CPU. An access out of bounds, a missing barrier or a tile that is read too early
 is a fault, or leaves NaN."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cudasim.backend import HOPPER, OWN, SimulatedCudaBackend, enqueued
@@ -28,21 +26,22 @@ from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Table
 from krnl.plan.step import Call
 from op_bench import (
+    EXAMPLES,
     SIZES,
-    WEIGHTS,
     Bench,
     Chosen,
+    Draw,
+    check_drawn,
     chosen,
     forget_last_keys,
     hide_last_keys,
+    of_every_type,
 )
-from op_cases import CASES
+from op_cases import CASE
 
-EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 10)
 AMPERE = Target(80)
 TARGETS = (AMPERE, HOPPER)
 ACTIVATIONS = (BF16, F16, F32)
-BY_NAME = {case.op.name: case for case in CASES}
 SHUFFLED = 2  # an order of threads
 # Beside the small ones: what the kernels with whole tiles take, and more than one of those. Ranks
 # are such that the adapters of gate and up do not begin with a step along K.
@@ -57,7 +56,7 @@ TILES: dict[str, dict[str, Any]] = {
 ALL_SIZES = {**SIZES, **TILES}
 
 every_call = pytest.mark.parametrize(
-    ("name", "activation"), list(product(BY_NAME, ACTIVATIONS)), ids=str
+    ("name", "activation"), list(product(CASE, ACTIVATIONS)), ids=str
 )
 
 
@@ -68,21 +67,15 @@ def backend(target: Target, order: int = FORWARD, beside: bool = False) -> Simul
 
 def benches(name: str, activation: DType) -> Iterator[Bench]:
     """Chosen sizes; the small ones with every type of weight and output."""
-    case = BY_NAME[name]
-    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
-    weights = ACTIVATIONS if weighted else (activation,)
-    free = any(p.any_float for p in case.op.outputs)
-    targets = ACTIVATIONS if name == "cast" else (activation, F32) if free else (activation,)
-    for given_ in product(SIZES.values(), [activation], weights, targets):
-        yield chosen(case, *given_)
+    yield from of_every_type(CASE[name], activation, SIZES.values())
     for sizes in TILES.values():
-        yield chosen(case, sizes, activation)
+        yield chosen(CASE[name], sizes, activation)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """What the chosen calls take, compiled at once and in parallel."""
-    OWN.prepare(kernel for call in product(BY_NAME, ACTIVATIONS) for kernel in kernels_of(*call))
+    OWN.prepare(kernel for call in product(CASE, ACTIVATIONS) for kernel in kernels_of(*call))
 
 
 @cache
@@ -97,24 +90,15 @@ def kernels_of(name: str, activation: DType) -> frozenset[Kernel]:
 
 
 @every_call
-def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
-    """Drawn sizes, on aligned addresses and on others. A failing call is not shrunk: it names its
-    sizes."""
-    case, used = BY_NAME[name], [0.0]
+def test_op_matches_its_reference(name: str, activation: DType) -> None:
+    """Drawn sizes, on aligned addresses and on others."""
 
-    @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        bench = Bench(case, data.draw, activation)
-        bench.shift = data.draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
-        used.append(bench.check(backend(data.draw(st.sampled_from(TARGETS)), SHUFFLED)))
+    def check(bench: Bench, draw: Draw) -> float:
+        bench.shift = draw(st.sampled_from([0, 0, 8, 1, 2, 4]))
+        return bench.check(backend(draw(st.sampled_from(TARGETS)), SHUFFLED))
 
-    run()
-    record_property("share_of_allowance", max(used))
-    print(f"{name} cuda {activation}: at most {max(used):.0%} of the allowance")
+    used = check_drawn(CASE[name], activation, max(1, EXAMPLES // 10), check)
+    print(f"{name} cuda {activation}: at most {used:.0%} of the allowance")
 
 
 @every_call
@@ -132,14 +116,14 @@ HOPPER_OPS = sorted({op for name, op in HOPPER_ROWS.items() if name.endswith("_w
 def test_op_on_hopper(name: str, activation: DType) -> None:
     """Where it has kernels of its own: for 16-bit elements, in whole and in ragged tiles."""
     for sizes in (SIZES["whole"], *TILES.values()):
-        chosen(BY_NAME[name], sizes, activation).check(backend(HOPPER))
+        chosen(CASE[name], sizes, activation).check(backend(HOPPER))
 
 
 @every_call
 def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
     """Nor does it whether launches are told to wait at their end."""
     for sizes in ALL_SIZES.values():
-        bench = chosen(BY_NAME[name], sizes, activation)
+        bench = chosen(CASE[name], sizes, activation)
         first = bench.run(backend(HOPPER))
         np.testing.assert_equal(bench.run(backend(HOPPER, BACKWARD, beside=True)), first)
 
@@ -149,7 +133,7 @@ def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> No
 def test_members_of_a_group_may_have_kernels_of_their_own(name: str, target: Target) -> None:
     """A rank of 12 keeps its member from tensor cores, and no other. The same bits every time."""
     dims = {"n": 70, "c": 72, "o": (72, 64, 40), "r": (16, 12, 20), "s": 48}
-    bench = Chosen(BY_NAME[name], BF16, dims, live=65)
+    bench = Chosen(CASE[name], BF16, dims, live=65)
     (made,) = plan([bench.emit()[0]], table(target))
     assert len({launch.library for launch in enqueued(made)}) > 1
     bench.check(backend(target, SHUFFLED))
@@ -161,7 +145,7 @@ def test_members_of_a_group_may_have_kernels_of_their_own(name: str, target: Tar
 def test_keys_that_nobody_sees_may_be_anything(target: Target, activation: DType) -> None:
     for d in (26, 64, 96, 128):
         dims = {"n": 70, "m": 330, "h": 2, "g": 1, "d": d}
-        bench = Chosen(BY_NAME["attention"], activation, dims, live=67)
+        bench = Chosen(CASE["attention"], activation, dims, live=67)
         hide_last_keys(bench, 30)
         results = bench.run(backend(target))
         forget_last_keys(bench, 30)
@@ -201,7 +185,7 @@ def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
 
     made = 0
     for name, dims, result, absent in PRODUCTS:
-        bench = Chosen(BY_NAME[name], BF16, dims, target=result, live=140)
+        bench = Chosen(CASE[name], BF16, dims, target=result, live=140)
         bench.absent |= absent
         jobs, others = gemm_wgmma.jobs(bench.emit()[0].calls[0])
         assert jobs and not others
@@ -215,7 +199,5 @@ def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
 
 def test_every_source_was_run() -> None:
     """By an op's tests above."""
-    used = {
-        kernel.library for call in product(BY_NAME, ACTIVATIONS) for kernel in kernels_of(*call)
-    }
+    used = {kernel.library for call in product(CASE, ACTIVATIONS) for kernel in kernels_of(*call)}
     assert used == set(libraries())

@@ -1,7 +1,6 @@
 """Training and generation on an NVIDIA GPU: models against the float64 reference, runs against the
 CPU's, a graph against its dispatches one by one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,28 +12,43 @@ import pytest
 from cuda_device import cuda, missing
 from generation import answers, make, sequences
 from krnl.backends.cpu import CpuBackend
-from krnl.backends.reference import ReferenceBackend
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.model import Model
-from krnl.training import loss_scale
 from krnl.training.memory import memory_use
-from runs import follow, run, settings, updates, validations, write_chat_model, write_data
-from test_layers import (
-    DROPOUT,
-    LENGTHS,
-    RECOMPUTE,
+from model_checks import (
+    ULPS,
     assert_same,
-    one_pass,
-    perturbed,
-    with_targets,
+    check_against_the_reference,
+    check_documents_do_not_see_one_another,
+    check_no_token_sees_later_ones,
+    scaled_run,
+)
+from runs import (
+    ALLOWED,
+    check_a_run_follows_the_cpu,
+    check_the_storyteller_follows_the_cpu,
+    follow,
+    run,
+    settings,
+    write_chat_model,
+    write_data,
 )
 from test_resume import EVERYTHING, Crash, crash_in_pass, same_run
-from test_storyteller import config as storyteller
-from tiny import ALL, MODELS, REFERENCE, Run, make_documents, make_modules, write_model
+from tiny import (
+    DROPOUT,
+    LENGTHS,
+    MODELS,
+    RECOMPUTE,
+    REFERENCE,
+    Run,
+    Write,
+    make_documents,
+    one_pass,
+    write_model,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a GPU")
 
-Write = Callable[..., Model]
 ACTIVATIONS = (BF16, F16, F32)
 # Sizes that tensor cores take; those of the tiny models are odd throughout.
 EVEN = {
@@ -54,16 +68,11 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 
 def cuda_run(model: Model, activation: DType, **options: Any) -> Run:
-    run = Run(model, options.pop("adapter", ALL), cuda(), activation=activation, **options)
-    run.session.loss_scale = loss_scale.initial_scale(activation).value
-    return run
+    return scaled_run(cuda(), model, activation, **options)
 
 
-# Of a whole adapter matrix' gradient, as for Metal: some 60 roundings add like a random walk to 10
-# ulps, and cancellation loses a bit; in float32 30 ulps more for angles. On top of that comes twice
-# what storing in the activation type costs a device that is exact otherwise; in float32 products
-# are summed in that type as well, where 256 values walk √256 times as far as one rounding.
-ULPS = {F32: 2 * (10 + 30), F16: 2 * 10, BF16: 2 * 10}
+# How often what storing costs is granted. In float32 products are summed in that type as well,
+# where 256 values walk √256 times as far as one rounding.
 ROUNDINGS = {F32: 256**0.5, F16: 2.0, BF16: 2.0}
 
 
@@ -73,25 +82,9 @@ ROUNDINGS = {F32: 256**0.5, F16: 2.0, BF16: 2.0}
 def test_cuda_agrees_with_the_reference(
     kind: str, sizes: str, activation: DType, write: Write
 ) -> None:
-    model, work = write(kind, sizes), one_pass(make_documents(LENGTHS))
     adapter = replace(DROPOUT, rank=4 if sizes == "odd" else 8)
-    modules = make_modules(model, adapter, activation)
-    exact = Run(model, adapter, REFERENCE, modules)
-    stored = Run(model, adapter, ReferenceBackend(rounds=True), modules, activation)
-    run = cuda_run(model, activation, adapter=adapter, modules=modules)
-    (want_loss, want), (loss, got) = exact.sums(work), run.sums(work)
-    got = got / run.session.loss_scale
-    part, used = ULPS[activation] * activation.eps, 0.0
-    assert loss == pytest.approx(want_loss, rel=part / 2)
-    wanted, rounded = exact.modules(want), stored.modules(stored.sums(work)[1])
-    for name, values in run.modules(got).items():
-        off, unavoidable = (
-            float(np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name]))
-            for x in (values, rounded[name])
-        )
-        share = off / (part + ROUNDINGS[activation] * unavoidable)
-        used = max(used, share)
-        assert share <= 1, f"{name} is off by {share:.2f} of its allowance"
+    model, roundings = write(kind, sizes), ROUNDINGS[activation]
+    used = check_against_the_reference(cuda(), model, adapter, activation, roundings)
     print(f"{kind} {sizes} {activation}: at most {used:.0%} of the allowance")
 
 
@@ -145,13 +138,8 @@ def test_capacity_and_what_memory_held_play_no_part(
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_no_token_sees_later_ones(sizes: str, activation: DType, write: Write) -> None:
-    """Targets up to token 40; the tokens after it change, then token 40 itself, a target."""
-    (example,) = make_documents((50,), share=1.0)
-    example = with_targets(example, range(1, 41))
     run = cuda_run(write("llama", sizes), activation, adapter=DROPOUT)
-    before = run.sums(one_pass([example]))
-    assert_same(run.sums(one_pass([perturbed(example, 41)])), before)
-    assert run.sums(one_pass([perturbed(example, 40)]))[0] != before[0]
+    check_no_token_sees_later_ones(run, 50, 40)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -160,15 +148,8 @@ def test_no_token_sees_later_ones(sizes: str, activation: DType, write: Write) -
 def test_documents_do_not_see_one_another(
     changed: int, sizes: str, activation: DType, write: Write
 ) -> None:
-    """Only the middle document has targets; the tokens of one beside it change."""
-    examples = make_documents((9, 34, 11))
-    examples = [e if i == 1 else with_targets(e, ()) for i, e in enumerate(examples)]
     run = cuda_run(write("qwen3", sizes), activation, adapter=DROPOUT)
-    before = run.sums(one_pass(examples))
-    examples[changed] = perturbed(examples[changed], 0)
-    assert_same(run.sums(one_pass(examples)), before)
-    examples[1] = perturbed(examples[1], 0)
-    assert run.sums(one_pass(examples))[0] != before[0]
+    check_documents_do_not_see_one_another(run, (9, 34, 11), changed)
 
 
 @pytest.mark.parametrize("kind", ["llama", "untied"])
@@ -208,27 +189,9 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("validated"), 10, 5)
 
 
-# Relative, as for Metal. In float32 sums are formed in another order. In 16 bits each of some 60
-# roundings moves an activation by up to half an ulp: like a random walk they add to four, and the
-# mean over dozens of targets takes that down to one. A norm is more easily moved.
-ALLOWED = {
-    "fp32": {"loss": 1e-4, "grad_norm": 1e-2},
-    "fp16": {"loss": 2 * 2.0**-11, "grad_norm": 20 * 2.0**-11},
-    "bf16": {"loss": 2 * 2.0**-8, "grad_norm": 20 * 2.0**-8},
-}
-
-
 @pytest.mark.parametrize("precision", ALLOWED)
 def test_a_run_follows_the_cpu(tmp_path, model, validated, precision):
-    """Two epochs with dropout, warm-up, clipping and validation."""
-    given: dict[str, Any] = {"epochs": 2, "warmup": 2, "dropout": 0.1}
-    cpu, gpu = tmp_path / "cpu", tmp_path / "cuda"
-    run(settings(model, validated, cpu, device="cpu", **given))
-    run(settings(model, validated, gpu, device="cuda", **{**given, "precision": precision}))
-    allowed = ALLOWED[precision]
-    follow(gpu, cpu, allowed)
-    for got, want in zip(validations(gpu), validations(cpu), strict=True):
-        assert got["val_loss"] == pytest.approx(want["val_loss"], rel=allowed["loss"])
+    check_a_run_follows_the_cpu(tmp_path, model, validated, "cuda", precision)
 
 
 @pytest.mark.parametrize("precision", ALLOWED)
@@ -245,12 +208,7 @@ def test_a_run_with_its_table_in_the_hosts_memory_follows_the_cpu(tmp_path, vali
 
 @pytest.mark.parametrize("precision", ALLOWED)
 def test_ten_steps_of_the_storyteller(tmp_path, precision):
-    """A checkpoint in bf16, against the CPU in float32."""
-    given: dict[str, Any] = {"steps": 10, "shuffle": False}
-    for name, chosen in (("cpu", "fp32"), ("cuda", precision)):
-        run(storyteller(tmp_path / name, device=name, precision=chosen, **given))
-    follow(tmp_path / "cuda", tmp_path / "cpu", ALLOWED[precision])
-    assert len(updates(tmp_path / "cuda")) == 10
+    check_the_storyteller_follows_the_cpu(tmp_path, 10, "cuda", precision)
 
 
 @pytest.mark.parametrize("precision", ALLOWED)

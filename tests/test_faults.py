@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpu_device import cpu
 from krnl.backends.cpu import CpuBackend, CpuProgram, available_isas
 from krnl.dtypes import F32
 from krnl.kernels.cpu.table import TABLE
 from krnl.plan.op import Op, Parameter
+from op_bench import Chosen
 from op_cases import CASES, Case
-from test_ops import Bench, backend
 
 ROOT = Path(__file__).parent.parent
 # No multiples of a vector. Sizes that must fit each other do: s = p + q = Σ r, d = 2 p.
@@ -30,7 +31,6 @@ SIZES = {"n": 21, "c": 37, "f": 23, "v": 29, "t": 25, "m": 40, "h": 4, "g": 2, "
 SIZES |= {"s": 26, "p": 13, "q": 13}
 MEMBER_SIZES = {1: {"o": (19,), "r": (26,)}, 2: {"o": (19, 19), "r": (13, 13)}}  # by group
 LIVE = 19
-ATTRIBUTES = {"eps": 1e-5, "scale": 0.3, "sign": 1.0, "rate": 0.5, "stream": 7}
 # One example may be blind to a fault: its norm is not clipped, its group has one member.
 EXAMPLES = range(4)
 
@@ -45,21 +45,14 @@ UNREAD = {
 }
 
 
-class Example(Bench):
+class Example(Chosen):
     """A call with the sizes above and every input that it can have, in float32, whose allowances
     are small."""
 
     def __init__(self, case: Case, seed: int):
-        self.case, self.op = case, case.op
-        self.activation = self.weight = self.target = F32
-        parameters = case.op.inputs + case.op.outputs
-        self.group = 1 + seed % 2 if any(p.group for p in parameters) else 1
-        sizes = SIZES | MEMBER_SIZES[self.group]
-        self.dims = {x: sizes[x] for p in parameters for x in p.letters if x in sizes}
-        self.attributes = {name: ATTRIBUTES[name] for name in case.op.attributes}
-        self.absent = {"residual"} if self.group > 1 else set()
-        self.live = LIVE if case.op.has_live else self.dims.get("n", 0)
-        self.rng = np.random.default_rng(seed)
+        sizes = SIZES | MEMBER_SIZES[1 + seed % 2]
+        live = LIVE if case.op.has_live else None
+        super().__init__(case, F32, sizes, live=live, attributes={"scale": 0.3}, seed=seed)
 
     def _poisoned(self, parameter: Parameter, value: np.ndarray) -> np.ndarray:
         # Dead integers stay as drawn: one row too many is to be computed, not to end the process.
@@ -184,7 +177,7 @@ NO_FAULT = Fault("none", lambda record: None)
 def reported(example: Example, fault: Fault) -> bool:
     try:
         with np.errstate(over="ignore"):  # an error beside an allowance of zero
-            example.check(Faulty(backend(available_isas()[-1]), example, fault))
+            example.check(Faulty(cpu(available_isas()[-1]), example, fault))
     except AssertionError:
         return True
     return False

@@ -247,6 +247,7 @@ def test_the_seed_decides(models):
         ({"temperature": -0.1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 100.0}, "temperature"), ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"), ({"top_p": float("nan")}, "top_p"), ({"seed": -1}, "seed"),
+        ({"temperature": "0"}, "temperature"), ({"top_p": None}, "top_p"), ({"seed": 1.5}, "seed"),
     ],
 )  # fmt: skip
 def test_sampling_that_makes_no_sense(given, name):

@@ -3,7 +3,6 @@ must not change a result: other documents, later tokens, packing, capacity, reco
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +10,44 @@ import numpy as np
 import pytest
 
 from krnl.backends.cpu import CpuBackend, available_isas
-from krnl.data.examples import Example
 from krnl.data.packing import Pass, pack
-from krnl.dtypes import BF16, F16, F32, I32, DType
+from krnl.dtypes import BF16, F16, F32, DType
 from krnl.formats.peft import AdapterConfig
 from krnl.model import Model
 from krnl.models import training_programs
 from krnl.models.decoder import Decoder
 from krnl.models.training_programs import Recomputed, TrainingPrograms
-from krnl.ops.pointwise import rope, rope_table
 from krnl.plan.arena import plan
-from krnl.plan.buffer import Buffer, Kind
-from krnl.plan.step import Step
+from model_checks import (
+    assert_close,
+    assert_same,
+    check_a_window_hides_what_lies_before_it,
+    check_documents_do_not_see_one_another,
+    check_no_token_sees_later_ones,
+    check_rope_there_and_back,
+    derivative,
+    hyper,
+)
 from tiny import (
     ALL,
+    DROPOUT,
+    LENGTHS,
     MODELS,
+    RECOMPUTE,
     REFERENCE,
-    VOCABULARY,
     Run,
+    Write,
     make_documents,
     make_modules,
+    one_pass,
     with_longer_header,
-    write_model,
+    with_targets,
 )
 
-Write = Callable[..., Model]
-DROPOUT = replace(ALL, dropout=0.3)
 HEAD = replace(ALL, targets=("q_proj", "lm_head"))
-RECOMPUTE = (0, 1, 3, "layer")  # no model here has more than 3 layers
-LENGTHS = (13, 1, 9, 20, 2)
 
 # float64: a gradient passes some 100 roundings of 2⁻⁵³, each amplified a hundredfold at most.
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
-    @cache
-    def write(kind: str = "llama", dtype: DType = F32, **sizes: Any) -> Model:
-        return write_model(tmp_path_factory.mktemp(kind), kind, dtype, **sizes)
-
-    return write
 
 
 @pytest.fixture
@@ -65,42 +61,6 @@ def use_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CpuBackend]:
         return CpuBackend()
 
     return use
-
-
-def one_pass(examples: Sequence[Example]) -> list[Pass]:
-    """All documents in one pass, in their order."""
-    return pack(examples, sum(len(e.ids) for e in examples))
-
-
-def perturbed(example: Example, start: int, stop: int | None = None) -> Example:
-    """The same example with other tokens from `start` to `stop`."""
-    ids = example.ids.copy()
-    ids[start:stop] = (ids[start:stop] + 17) % VOCABULARY
-    return replace(example, ids=ids)
-
-
-def with_targets(example: Example, targets: Sequence[int] | range) -> Example:
-    return replace(example, targets=np.isin(np.arange(len(example)), targets))
-
-
-def assert_same(got: tuple[float, np.ndarray], want: tuple[float, np.ndarray]) -> None:
-    """Loss and gradients equal bit for bit."""
-    assert got[0] == want[0]
-    np.testing.assert_array_equal(got[1], want[1])
-    assert np.isfinite(got[0]) and np.isfinite(got[1]).all() and got[1].any()
-
-
-def assert_close(
-    got: tuple[float, np.ndarray], want: tuple[float, np.ndarray], part: float
-) -> None:
-    """Loss and gradient equal up to a part of themselves."""
-    assert got[0] == pytest.approx(want[0], rel=part)
-    assert np.linalg.norm(got[1] - want[1]) <= part * np.linalg.norm(want[1])
-
-
-def derivative(f: Callable[[float], float], h: float) -> float:
-    """f'(0) from four values: off by h⁴ f⁽⁵⁾ / 30 and by the rounding of f over h."""
-    return (8 * (f(h) - f(-h)) - (f(2 * h) - f(-2 * h))) / (12 * h)
 
 
 GRADIENT_CASES = {
@@ -228,39 +188,18 @@ def test_recompute_changes_no_bit(
 def test_documents_do_not_see_one_another(
     changed: int, kind: str, write: Write, use_cpu: Any
 ) -> None:
-    """Only the middle document has targets; the tokens of one beside it change."""
-    examples = make_documents((9, 14, 11))
-    examples = [e if i == 1 else with_targets(e, ()) for i, e in enumerate(examples)]
     run = Run(write(kind), DROPOUT, use_cpu())
-    before = run.sums(one_pass(examples))
-    examples[changed] = perturbed(examples[changed], 0)
-    assert_same(run.sums(one_pass(examples)), before)
-    examples[1] = perturbed(examples[1], 0)
-    assert run.sums(one_pass(examples))[0] != before[0]
+    check_documents_do_not_see_one_another(run, (9, 14, 11), changed)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_token_sees_later_ones(kind: str, write: Write, use_cpu: Any) -> None:
-    """Targets up to token 20; the tokens after it change, then token 20 itself, a target."""
-    (example,) = make_documents((33,), share=1.0)
-    example = with_targets(example, range(1, 21))
-    run = Run(write(kind), DROPOUT, use_cpu())
-    before = run.sums(one_pass([example]))
-    assert_same(run.sums(one_pass([perturbed(example, 21)])), before)
-    assert run.session.evaluate(one_pass([perturbed(example, 21)])) == run.session.evaluate(
-        one_pass([example])
-    )
-    assert run.sums(one_pass([perturbed(example, 20)]))[0] != before[0]
+    check_no_token_sees_later_ones(Run(write(kind), DROPOUT, use_cpu()), 33, 20)
 
 
 def test_a_window_hides_what_lies_before_it(write: Write, use_cpu: Any) -> None:
-    """Through two layers with windows of 5, token 20 is predicted from tokens 11 to 19."""
-    (example,) = make_documents((33,))
-    example = with_targets(example, (20,))
     run = Run(write("window"), backend=use_cpu())
-    before = run.sums(one_pass([example]))
-    assert_same(run.sums(one_pass([perturbed(example, 0, 11)])), before)
-    assert run.sums(one_pass([perturbed(example, 11, 12)]))[0] != before[0]
+    check_a_window_hides_what_lies_before_it(run, 33, 20)
 
 
 def numbered(passes: list[Pass], numbers: Sequence[int]) -> list[Pass]:
@@ -362,9 +301,7 @@ def test_threads_and_repetition_change_no_bit(
         for update in range(1, 4):
             for part in work:
                 run.session.accumulate(part, update)
-            corrections = (1 - 0.9**update, 1 - 0.999**update)
-            hyper = [1e-2, 0.9, 0.999, 1e-8, 0.01, 1.0, *corrections, 1 / 200]
-            assert np.isfinite(run.session.update(np.array(hyper))).all()
+            assert np.isfinite(run.session.update(hyper(update, 200))).all()
         results.append((*first, *run.session.state().values()))
     for result in results[1:]:
         for got, want in zip(result, results[0], strict=True):
@@ -387,6 +324,8 @@ def test_the_head_may_be_cut_into_chunks(
     assert (whole.planned.programs.chunk, cut.planned.programs.chunk) == (64, 11)
     assert 11 < len(work[0].target) < 44
     assert_close(cut.sums(work), whole.sums(work), part)
+    live = cut.memory.read(cut.planned.programs.inputs.live_chunk)
+    assert live.sum() == len(work[0].target) and live.max() == 11
     assert cut.session.evaluate(work) == pytest.approx(whole.session.evaluate(work), rel=part)
 
 
@@ -447,24 +386,7 @@ def test_positions_matter_only_relatively(write: Write) -> None:
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_rope_there_and_back(device: str, use_cpu: Any) -> None:
-    n, h, d = 37, 3, 10
-    backend = REFERENCE if device == "reference" else use_cpu()
-    position = Buffer("position", (n,), I32, Kind.INPUT)
-    live = Buffer("live", (1,), I32, Kind.INPUT)
-    inv_freq = Buffer("inv_freq", (d // 2,), F32, Kind.WEIGHT)
-    x, back = (Buffer(name, (n, h, d), F32, Kind.STATE) for name in ("x", "back"))
-    step = Step("turn", F32, live)
-    cos, sin = step(rope_table, position, inv_freq, scale=1.0)
-    there = step(rope, x, cos, sin, sign=1.0)
-    step(rope, there, cos, sin, into=back, sign=-1.0)
-    (planned,) = plan([step], backend.kernels)
-    memory = backend.allocate(planned.layout)
-    values = np.random.default_rng(0).normal(size=(n, h, d))
-    memory.write(position, np.arange(n) * 97)
-    memory.write(live, np.array([n]))
-    memory.write(inv_freq, 100.0 ** -np.arange(d // 2))
-    memory.write(x, values)
-    backend.compile(planned, memory).run()
-    # Each element is twice a sum of two products with numbers up to 1: eight roundings of a pair.
-    eps = np.finfo(np.float64).eps if device == "reference" else F32.eps
-    assert np.abs(memory.read(back) - memory.read(x)).max() <= 8 * eps * np.abs(values).max()
+    if device == "reference":
+        check_rope_there_and_back(REFERENCE, F32, np.finfo(np.float64).eps)
+    else:
+        check_rope_there_and_back(use_cpu(), F32, F32.eps)

@@ -19,8 +19,9 @@ from krnl.formats.resume import newest
 from krnl.formats.safetensors import read_tensors, write_safetensors
 from krnl.model import Model
 from krnl.training import loop, loss_scale
-from krnl.training.loop import load_data, starting_adapter, train
+from krnl.training.loop import train
 from krnl.training.loss_scale import INTERVAL, LARGEST, PATIENCE, START, LossScale, initial_scale
+from krnl.training.prepare import load_data, starting_adapter
 from krnl.training.schedule import hyper, learning_rate
 from krnl.training.session import Session
 from runs import (

@@ -14,12 +14,11 @@ from krnl.ops import attention as ops
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import lower
 from krnl.plan.step import Step
+from metal_call import check
 from metalsim.install import SimulatedBackend, metal_backend
 from op_bench import Chosen
-from op_cases import CASES
-from test_metal_ops import check
+from op_cases import CASE
 
-CASE = {case.op.name: case for case in CASES}
 FORWARD, BACKWARD = CASE["attention"], CASE["attention_backward"]
 TILE = attention.TILE
 ACTIVATIONS = (F32, F16)

@@ -25,9 +25,8 @@ from metalsim.device import Buffer as DeviceBuffer
 from metalsim.device import Library, Resources
 from metalsim.install import SimulatedBackend, metal_backend
 from op_bench import Chosen
-from op_cases import CASES
+from op_cases import CASE
 
-CASE = {case.op.name: case for case in CASES}
 TABLE = Table("metal", gemm.ROWS)
 OPS = [row.op for row in gemm.ROWS]
 WEIGHTED = ["lora_linear", "lora_swiglu", "lora_linear_backward", "lora_swiglu_backward"]

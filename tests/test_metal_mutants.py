@@ -22,10 +22,9 @@ from krnl.kernels.metal.sources import source
 from krnl.plan.arena import Block, Layout, Place, Plan
 from metalsim import build
 from metalsim.install import SimulatedBackend, metal_backend
+from mutants import Mutant, mutants
 from op_bench import Chosen
-from op_cases import CASES
-
-CASE = {case.op.name: case for case in CASES}
+from op_cases import CASE
 
 
 @dataclass(frozen=True)
@@ -91,52 +90,31 @@ GEMM_KERNELS = {
 FLOAT_ATTENTION = 'ATTENTION(float, "f32")'
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """`text`, which stands once in a library's source, becomes `replacement`."""
-
-    fault: str
-    library: str
-    examples: tuple[str, ...]
-    text: str
-    replacement: str
-
-    def source(self) -> str:
-        whole = unmutated(self.library, self.examples)
-        found = whole.count(self.text)
-        assert found == 1, (
-            f"Mutant '{self.fault}' replaces a text that {self.library}.metal has {found} times, "
-            f"not once: {self.text!r}. The kernel has changed; quote what stands there now."
-        )
-        return whole.replace(self.text, self.replacement)
-
-
 @cache
-def unmutated(library: str, examples: tuple[str, ...]) -> str:
+def unmutated(file: str, examples: tuple[str, ...]) -> str:
     """The source with no more kernels than examples need."""
-    text = source(library)
-    if library == "gemm":
+    text = source(file.removesuffix(".metal"))
+    if file == "gemm.metal":
         head, mark, _ = text.partition(GEMM_END)
         assert mark, f"gemm.metal has no {GEMM_END!r} any more; say here where its kernels begin."
         return head + "".join(GEMM_KERNELS[k] for k in sorted({e.split()[0] for e in examples}))
-    if library == "attention":
+    if file == "attention.metal":
         assert FLOAT_ATTENTION in text, f"attention.metal has no {FLOAT_ATTENTION!r} any more."
         return text.replace(FLOAT_ATTENTION, "")
     return text
 
 
-def _mutants(library: str, examples: str, *entries: tuple[str, str, str]) -> Iterator[Mutant]:
-    for fault, text, replacement in entries:
-        yield Mutant(fault, library, tuple(examples.split(", ")), text, replacement)
+def mutated(mutant: Mutant) -> str:
+    return mutant.of(unmutated(mutant.file, mutant.examples))
 
 
-def _barriers(library: str, examples: str, function: str) -> Iterator[Mutant]:
+def barriers(file: str, examples: str, function: str) -> Iterator[Mutant]:
     """Every barrier of a function deleted, and weakened so that it orders no memory."""
     names = tuple(examples.split(", "))
-    whole = unmutated(library, names)
+    whole = unmutated(file, names)
     body = re.search(rf"\b{function}\([^;{{]*\) \{{\n(.*?)\n\}}\n", whole, re.DOTALL)
     calls = list(re.finditer(r"\w+_barrier\([^;]*\);", body[1])) if body else []
-    assert body and calls, f"{library}.metal has no function {function} with barriers any more."
+    assert body and calls, f"{file} has no function {function} with barriers any more."
     for number, call in enumerate(calls, 1):
         # As much of what stands before it as makes the text unique.
         start = call.start()
@@ -148,17 +126,17 @@ def _barriers(library: str, examples: str, function: str) -> Iterator[Mutant]:
             ("orders nothing", f"{name}(mem_flags::mem_none);"),
         ):
             fault = f"{function}'s barrier {number} of {len(calls)} {change}"
-            yield Mutant(fault, library, names, before + call.group(), before + barrier)
+            yield Mutant(fault, file, names, before + call.group(), before + barrier)
 
 
 # Formatted by hand: what is wrong on a mutant's first line, the change on the next.
 # fmt: off
 MUTANTS = [
-    *_barriers("gemm", "nt", "multiply_columns"),
-    *_barriers("loss", "loss", "threadgroup_max"),
-    *_barriers("optimizer", "gradient norm", "threadgroup_sum"),
-    *_mutants(
-        "gemm", "nt",
+    *barriers("gemm.metal", "nt", "multiply_columns"),
+    *barriers("loss.metal", "loss", "threadgroup_max"),
+    *barriers("optimizer.metal", "gradient norm", "threadgroup_sum"),
+    *mutants(
+        "gemm.metal", "nt",
         ("a value scattered to the row of another",
          "stage[(4 * i + 1) * TILE + lane]", "stage[(4 * i + 2) * TILE + lane]"),
         ("a value scattered to another lane's column",
@@ -188,13 +166,13 @@ MUTANTS = [
         ("no adapter", "  if (has_adapter)\n    multiply", "  if (false)\n    multiply"),
         ("no residual", "if (has_residual) value +=", "if (false) value +="),
     ),
-    *_mutants(
-        "gemm", "nt odd",
+    *mutants(
+        "gemm.metal", "nt odd",
         ("rows read by fours that are not aligned", "if (whole && aligned)", "if (whole)"),
         ("edges read by fours that are not aligned", "if (aligned && i >= first", "if (i >= first"),
     ),
-    *_mutants(
-        "gemm", "nt chunks",
+    *mutants(
+        "gemm.metal", "nt chunks",
         ("all chunks in one place",
          "linear.floats += ulong(group.z) * shape.rows * shape.columns;", ";"),
         ("chunks overlap by a step",
@@ -207,37 +185,37 @@ MUTANTS = [
         ("sums of dead rows added up",
          "if (row >= (accumulates ? shape.rows : min(shape.rows, uint(live[0])))) return;", ""),
     ),
-    *_mutants(
-        "gemm", "nn",
+    *mutants(
+        "gemm.metal", "nn",
         ("whole columns taken for granted",
          "if (aligned && rows >= TILE && columns >= TILE) {", "if (aligned && rows >= TILE) {"),
         ("rows beyond the edge loaded",
          "const bool exists = row < rows;", "const bool exists = true;"),
         ("the second pair of matrices is the first", "i == 1) {", "i == 3) {"),
     ),
-    *_mutants(
-        "gemm", "nn odd",
+    *mutants(
+        "gemm.metal", "nn odd",
         ("a column beyond the edge loaded",
          "exists && column + 1 < columns", "exists && column < columns"),
     ),
-    *_mutants(
-        "gemm", "tn",
+    *mutants(
+        "gemm.metal", "tn",
         ("dead rows summed",
          "const uint depth = layout == TN ? live_rows : shape.pair[i].depth;",
          "const uint depth = shape.pair[i].depth;"),
         ("gradients replaced instead of added to",
          "if (accumulates) value += linear.floats[at];", ""),
     ),
-    *_mutants(
-        "gemm", "swiglu",
+    *mutants(
+        "gemm.metal", "swiglu",
         ("columns of half a tile taken for granted",
          "rows >= TILE && columns >= TILE / 2, aligned", "rows >= TILE, aligned"),
         ("weights beyond the edge staged", "exists ? shape.depth : 0, rows", "shape.depth, rows"),
         ("up's adapter begins with gate's", "first = is_up ? shape.gate_rank : 0", "first = 0"),
         ("gate's columns beside gate's", "own = column + lane % (TILE / 2)", "own = column + lane"),
     ),
-    *_mutants(
-        "attention", "attention",
+    *mutants(
+        "attention.metal", "attention",
         ("masked probabilities left as they were",
          "i = tile_floor(seen.first) / 4 + index; i * 4 < tile_ceil(seen.stop)",
          "i = first / 4 + index; i * 4 < last"),
@@ -249,16 +227,16 @@ MUTANTS = [
         ("keys of the first head",
          "(part.first_head + head) / part.heads_per_key * part.size", "0"),
     ),
-    *_mutants(
-        "attention", "spans",
+    *mutants(
+        "attention.metal", "spans",
         ("a sum not rescaled when the largest score grows",
          "total *= precise::exp(top - new_top);", ""),
         ("spans overlap", "min(seen.stop, span + part.span)", "seen.stop"),
         ("all spans in one place",
          "partial + (group.z * part.rows + row", "partial + (head * part.rows + row"),
     ),
-    *_mutants(
-        "attention", "attention backward",
+    *mutants(
+        "attention.metal", "attention backward",
         ("every lane writes delta", "if (lane == 0) delta[at] = sum;", "delta[at] = sum;"),
         ("a query does not see itself", "key <= query && key >=", "key < query && key >="),
         ("dead queries seen", "query < p.queries && key", "key"),
@@ -266,8 +244,8 @@ MUTANTS = [
         ("one head of those that share a key",
          "head < first_head + part.heads_per_key", "head < first_head + 1"),
     ),
-    *_mutants(
-        "norm", "norm, norm odd",
+    *mutants(
+        "norm.metal", "norm, norm odd",
         ("every thread writes the norm",
          "if (thread_index == 0) rstd[row] = scale;", "rstd[row] = scale;"),
         ("simdgroups that do not exist summed",
@@ -285,19 +263,19 @@ MUTANTS = [
          "if (j < width) *(device vec<T, 4> *)(row + j) = values;",
          "*(device vec<T, 4> *)(row + j) = values;"),
     ),
-    *_mutants(
-        "norm", "norm wide",
+    *mutants(
+        "norm.metal", "norm wide",
         ("a wide row taken for one that is held",
          "width <= lap ? held[i] : load4(x + start, j, width)", "held[i]"),
     ),
-    *_mutants(
-        "norm", "norm backward",
+    *mutants(
+        "norm.metal", "norm backward",
         ("no residual", "if (has_residual) result +=", "if (false) result +="),
         ("the mean is the sum",
          "const float mean = sum / float(width);", "const float mean = sum;"),
     ),
-    *_mutants(
-        "loss", "loss, loss few",
+    *mutants(
+        "loss.metal", "loss, loss few",
         ("every thread writes the row's loss",
          "if (label / 4 % threads == thread_index) losses", "losses"),
         ("every thread writes the loss", "if (thread_index == 0) *loss += sum;", "*loss += sum;"),
@@ -311,8 +289,8 @@ MUTANTS = [
          "threadgroup float scratch[kSimdgroups];\n  if (row",
          "threadgroup float scratch[2];\n  if (row"),
     ),
-    *_mutants(
-        "optimizer", "gradient norm, gradient norm overflow",
+    *mutants(
+        "optimizer.metal", "gradient norm, gradient norm overflow",
         ("the last block is as long as the others",
          "size = min(blocks.block, blocks.count - first)", "size = blocks.block"),
         ("a block too many added up",
@@ -321,16 +299,16 @@ MUTANTS = [
          "as_type<float4>(bits) * hyper.gradient_scale", "as_type<float4>(bits)"),
         ("every thread writes a block's sum", "if (thread_index == 0) sums[block]", "sums[block]"),
     ),
-    *_mutants(
-        "optimizer", "adamw, adamw overflow",
+    *mutants(
+        "optimizer.metal", "adamw, adamw overflow",
         ("an update in spite of overflow",
          "if (!is_finite(*norm) || j >= count) return;", "if (j >= count) return;"),
         ("not clipped", "(hyper.gradient_scale * shrink)", "hyper.gradient_scale"),
         ("first moments stored as second",
          "store4(second, j, count, v);", "store4(second, j, count, m);"),
     ),
-    *_mutants(
-        "pointwise", "gather",
+    *mutants(
+        "pointwise.metal", "gather",
         ("a negative index read", "from < 0 ? uint4(0u) : load_bits", "load_bits"),
     ),
 ]
@@ -361,14 +339,16 @@ class Outcome:
     wrong: bool  # numbers, or a kernel that a GPU would not survive
 
 
-def device_with(library: str, text: str) -> SimulatedBackend:
-    return metal_backend("checked", source=lambda name: text if name == library else source(name))
+def device_with(file: str, text: str) -> SimulatedBackend:
+    return metal_backend(
+        "checked", source=lambda name: text if f"{name}.metal" == file else source(name)
+    )
 
 
 def outcome(mutant: Mutant) -> Outcome:
-    text = mutant.source()
+    text = mutated(mutant)
     build.library(text, "checked")  # raises where it does not compile, which is no answer
-    device = device_with(mutant.library, text)
+    device = device_with(mutant.file, text)
     wrong = False
     for name in mutant.examples:
         try:
@@ -385,22 +365,22 @@ def compiled(request: pytest.FixtureRequest) -> None:
     chosen = [s.params["mutant"] for s in specifications if s and "mutant" in s.params]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant in chosen:
-            pool.submit(lambda m: build.library(m.source(), "checked"), mutant)
+            pool.submit(lambda m: build.library(mutated(m), "checked"), mutant)
 
 
 SEEN: dict[Mutant, Outcome] = {}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.library} {mutant.fault}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file} {mutant.fault}")
 def test_a_fault_is_seen(mutant: Mutant) -> None:
     SEEN[mutant] = seen = outcome(mutant)
     assert seen.reports or seen.wrong
 
 
-@pytest.mark.parametrize("key", sorted({(m.library, m.examples) for m in MUTANTS}), ids=str)
+@pytest.mark.parametrize("key", sorted({(m.file, m.examples) for m in MUTANTS}), ids=str)
 def test_without_a_fault_nothing_is_seen(key: tuple[str, tuple[str, ...]]) -> None:
-    library, examples = key
-    device = device_with(library, unmutated(library, examples))
+    file, examples = key
+    device = device_with(file, unmutated(file, examples))
     for name in examples:
         bench(name).check(Apart(device))
     device.simulation.expect_clean()

@@ -2,16 +2,12 @@
 allowances of the CPU. Small calls run in a checked build, which reports races, reads of what was
 never written and accesses out of bounds; large ones in a fast build."""
 
-import os
 from collections import Counter
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.kernels.launch import GpuRow, Launch
@@ -23,17 +19,16 @@ from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table
 from krnl.plan.op import op
 from krnl.plan.step import Call, Step
+from metal_call import check
 from metalsim import build
 from metalsim.install import SimulatedBackend, metal_backend
-from op_bench import SIZES, WEIGHTS, Bench, chosen
-from op_cases import CASES
+from op_bench import EXAMPLES, SIZES, Bench, check_drawn, chosen, of_every_type
+from op_cases import CASE
 
-EXAMPLES = max(1, int(os.environ.get("KRNL_TEST_EXAMPLES", "40")) // 4)
 # A call of more arithmetic or more elements than this takes seconds in a checked build.
 CHECKED_FLOPS, CHECKED_ELEMENTS = 4e6, 4e4
-BY_NAME = {case.op.name: case for case in CASES}
 # Ops and what their activations are: float32 or float16; a cast takes bf16 as well.
-CALLS = [(name, dtype) for name in BY_NAME for dtype in (F32, F16)] + [("cast", BF16)]
+CALLS = [(name, dtype) for name in CASE for dtype in (F32, F16)] + [("cast", BF16)]
 # In these, numbers must hold as well: Metal's fast math assumes that there are neither infinities
 # nor NaN, and a GPU may take subnormal floats for zero.
 ARITHMETIC: dict[str, dict[str, Any]] = {
@@ -60,67 +55,36 @@ def _arrays(value: Any) -> list[np.ndarray]:
     return value if isinstance(value, list) else []
 
 
-def check(bench: Bench, device: SimulatedBackend) -> float:
-    """The share of the allowance that was used. A report is what fails, if there is one."""
-    device.simulation.reports.clear()
-    try:
-        return bench.check(device)
-    finally:
-        device.simulation.expect_clean()
-
-
-def examples(count: int) -> Any:
-    """No shrinking: a failing call names its sizes, and running many more takes minutes."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 every_call = pytest.mark.parametrize(("name", "activation"), CALLS, ids=str)
 
 
 @every_call
-def test_op_matches_its_reference(name: str, activation: DType, record_property: Any) -> None:
-    case, used = BY_NAME[name], list[float]()
-
-    @examples(EXAMPLES)
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        bench = Bench(case, data.draw, activation)
-        used.append(check(bench, backend_for(bench)))
-
-    run()
-    record_property("share_of_allowance", max(used))
-    print(f"{name} metal {activation}: at most {max(used):.0%} of the allowance")
+def test_op_matches_its_reference(name: str, activation: DType) -> None:
+    used = check_drawn(
+        CASE[name],
+        activation,
+        max(1, EXAMPLES // 4),
+        lambda bench, draw: check(bench, backend_for(bench)),
+    )
+    print(f"{name} metal {activation}: at most {used:.0%} of the allowance")
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
 @every_call
 def test_op_matches_in_other_arithmetic(name: str, activation: DType, arithmetic: str) -> None:
-    @examples(max(1, EXAMPLES // 3))
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        check(Bench(BY_NAME[name], data.draw, activation), backend("fast", arithmetic))
-
-    run()
+    device = backend("fast", arithmetic)
+    check_drawn(
+        CASE[name], activation, max(1, EXAMPLES // 12), lambda bench, draw: check(bench, device)
+    )
 
 
 @cache
 def sweep(name: str, activation: DType) -> frozenset[str]:
     """Runs an op on all chosen sizes with every type of weight and output; the kernels it took."""
-    case, device = BY_NAME[name], backend("checked")
-    weighted = any(p.name in WEIGHTS and p.dtype is None for p in case.op.inputs)
-    weights = (F16, BF16, F32) if weighted else (activation,)
-    free = any(p.any_float for p in case.op.outputs)
-    targets = (F16, BF16, F32) if name == "cast" else (activation, F32) if free else (activation,)
+    device = backend("checked")
     before = Counter(device.simulation.executed)
-    for sizes, weight, target in product(SIZES.values(), weights, targets):
-        check(chosen(case, sizes, activation, weight, target), device)
+    for bench in of_every_type(CASE[name], activation, SIZES.values()):
+        check(bench, device)
     return frozenset(device.simulation.executed - before)
 
 
@@ -133,7 +97,7 @@ def test_op_on_every_type_of_weight_and_output(name: str, activation: DType) -> 
 def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> None:
     device = backend("fast")
     for sizes in SIZES.values():
-        bench, results = chosen(BY_NAME[name], sizes, activation), []
+        bench, results = chosen(CASE[name], sizes, activation), []
         for seed in (0, 1, 2):
             device.simulation.seed = seed
             results.append(bench.run(device))
@@ -143,7 +107,7 @@ def test_the_order_of_threads_changes_no_bit(name: str, activation: DType) -> No
 
 
 def test_every_op_has_a_row_and_every_row_an_op() -> None:
-    assert {row.op for row in TABLE.rows} == set(BY_NAME)
+    assert {row.op for row in TABLE.rows} == set(CASE)
 
 
 @op("a[p] b[q] -> c[s]:any")

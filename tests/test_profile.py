@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -41,8 +42,9 @@ def test_every_dispatch_is_timed_and_grouped(profile):
         assert sum(t.count for t in groups) == len(profile.timings)
         assert sum(t.seconds for t in groups) == pytest.approx(profile.total)
         assert sum(t.floor for t in groups) == pytest.approx(sum(t.floor for t in profile.timings))
-    # The machine may be busy: only nonsense is caught.
-    assert 0.2 < profile.total / profile.replay < 5
+    # The machine may be busy: only nonsense is caught, which is there every time.
+    tries = chain([profile], (profiled.__wrapped__() for _ in range(TRIES)))
+    assert any(0.2 < each.total / each.replay < 5 for each in tries)
 
 
 def test_layers_stand_in_the_order_of_the_pass(profile):

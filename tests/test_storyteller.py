@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from krnl.training.config import TrainConfig
 from runs import (
     BASE,
     EXPECTED,
     STORYTELLER,
     krnl_process,
     run,
+    storyteller,
     updates,
     validations,
 )
@@ -21,20 +21,12 @@ DATA = STORYTELLER / "data"
 FIRST = 100
 
 
-def config(out: Path, **given: object) -> TrainConfig:
-    """The settings of the stored run."""
-    settings = {
-        "model": str(BASE), "data": str(DATA / "train.jsonl"), "out": str(out), "rank": 16,
-        "alpha": 32.0, "epochs": 3, "batch_size": 16, "lr": 1e-3, "warmup": 20, "clip": 1.0,
-    }  # fmt: skip
-    return TrainConfig(**{**settings, **given})  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that PEFT made, made by KRNL: same start, same rows, float32."""
     out = tmp_path_factory.mktemp("followed") / "out"
-    run(config(out, init_adapter=str(EXPECTED / "init_adapter"), shuffle=False, precision="fp32"))
+    start = str(EXPECTED / "init_adapter")
+    run(storyteller(out, init_adapter=start, shuffle=False, precision="fp32"))
     return out
 
 
@@ -69,7 +61,7 @@ def test_it_learns_to_answer(tmp_path):
     """As `krnl train` and `krnl generate` do by default on this machine; every epoch is validated.
     PEFT came to a validation loss of 0.032 and 97.5 % of exact answers."""
     out = tmp_path / "out"
-    result = run(config(out, data=str(DATA)))
+    result = run(storyteller(out, data=str(DATA)))
     losses = [line["val_loss"] for line in validations(out)]
     print(f"\nvalidation loss {', '.join(f'{loss:.4f}' for loss in losses)}")
     assert losses[0] > 4

@@ -20,13 +20,16 @@ from krnl.formats.safetensors import read_tensors, write_safetensors
 from krnl.model import Model
 from krnl.training import loop
 from krnl.training.config import TrainConfig
-from krnl.training.loop import load_data, starting_adapter, train
+from krnl.training.loop import train
+from krnl.training.prepare import load_data, starting_adapter
 from krnl.training.schedule import learning_rate
 from krnl.training.session import Session
 from runs import (
+    ALLOWED,
     CLOCK,
     adapter_bytes,
     checkpoints,
+    follow,
     run,
     settings,
     timeless,
@@ -209,11 +212,8 @@ def test_float32_follows_float64(tmp_path, model, data):
     for device in ("cpu", "reference"):
         config = settings(model, data, tmp_path / device, device=device, epochs=5)
         run(config)
-    got, want = updates(tmp_path / "cpu"), updates(tmp_path / "reference")
-    assert len(got) == 15
-    for a, b in zip(got, want, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+    assert len(updates(tmp_path / "cpu")) == 15
+    follow(tmp_path / "cpu", tmp_path / "reference", ALLOWED["fp32"])
 
 
 def test_one_row_is_learnt_by_heart(tmp_path, model):

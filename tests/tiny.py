@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from krnl.backends.base import Backend, Paper
 from krnl.backends.reference import ReferenceBackend
 from krnl.data.examples import Example
-from krnl.data.packing import Pass
+from krnl.data.packing import Pass, pack
 from krnl.dtypes import F32, DType
 from krnl.formats.peft import AdapterConfig
 from krnl.formats.safetensors import SINGLE, write_safetensors
@@ -21,6 +22,7 @@ from krnl.models.training_programs import Recomputed
 from krnl.plan.buffer import Kind
 from krnl.training.session import Session, TrainingPlan, plan_training
 
+Write = Callable[..., Model]  # write_model, in a folder of its own
 REFERENCE = ReferenceBackend()
 VOCABULARY = 61  # odd sizes throughout: every kernel has a ragged edge to get right
 SIZES: dict[str, Any] = {
@@ -44,6 +46,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
 }
 ALL = AdapterConfig(rank=3, alpha=6.0)
+DROPOUT = replace(ALL, dropout=0.3)
+RECOMPUTE: tuple[Recomputed, ...] = (0, 1, 3, "layer")  # no model here has more than 3 layers
+LENGTHS = (13, 1, 9, 20, 2)
 
 
 def write_model(folder: Path, kind: str = "llama", dtype: DType = F32, **sizes: Any) -> Model:
@@ -95,6 +100,22 @@ def make_documents(
         ids = rng.integers(0, vocabulary, length).astype(np.int32)
         examples.append(Example(ids, targets, line + 1, False))
     return examples
+
+
+def one_pass(examples: Sequence[Example]) -> list[Pass]:
+    """All documents in one pass, in their order."""
+    return pack(examples, sum(len(e.ids) for e in examples))
+
+
+def perturbed(example: Example, start: int, stop: int | None = None) -> Example:
+    """The same example with other tokens from `start` to `stop`."""
+    ids = example.ids.copy()
+    ids[start:stop] = (ids[start:stop] + 17) % VOCABULARY
+    return replace(example, ids=ids)
+
+
+def with_targets(example: Example, targets: Sequence[int] | range) -> Example:
+    return replace(example, targets=np.isin(np.arange(len(example)), targets))
 
 
 def make_modules(
