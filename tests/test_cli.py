@@ -180,7 +180,7 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "a broken config": (
         lambda p: (p.model_without("config.json") / "config.json").write_text("{") and p.train(model=p.folder / "changed"),  # type: ignore[dict-item, return-value]  # noqa: E501
-        r"config\.json cannot be read",
+        r"config\.json is not valid JSON",
     ),
     "no data file": (lambda p: p.train(data="nowhere"), r"nowhere does not exist"),
     "another kind of file": (lambda p: p.train(data=p.file("a.csv", "x")), r"a\.csv is not train"),
