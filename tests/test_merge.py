@@ -61,7 +61,7 @@ def test_weights_are_added_in_float32_and_rounded_once(tmp_path, dtype, adapter)
     result = fold(model, adapter, tmp_path / "out")
     merged = Model.open(str(tmp_path / "out"))
     assert result.tensors == len(modules)
-    largest = 0.0
+    largest, unsure = 0.0, 0.0
     for name in merged.checkpoint.tensors:
         path, got = name.removesuffix(".weight"), merged.checkpoint.read(name)
         base = "model.embed_tokens.weight" if path == "lm_head" else name
@@ -79,8 +79,9 @@ def test_weights_are_added_in_float32_and_rounded_once(tmp_path, dtype, adapter)
         smallest = {F32: 0.0, BF16: 0.0, F16: 2.0**-25}[dtype]
         assert (error <= dtype.eps / 2 * np.abs(exact) + 4 * F32.eps * terms + smallest).all()
         largest = max(largest, float(error.max() / np.abs(exact).max()))
-    if dtype is not F32:
-        assert result.largest_rounding == pytest.approx(largest, rel=1e-2)
+        unsure = max(unsure, float(4 * F32.eps * terms.max() / np.abs(exact).max()))
+    # It is told by what was added in float32.
+    assert abs(result.largest_rounding - largest) <= unsure
 
 
 @pytest.mark.parametrize("adapter", [PLAIN, PATTERNED], ids=["plain", "patterned"])
