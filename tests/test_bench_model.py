@@ -5,7 +5,9 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,24 +228,31 @@ def test_krnl_keeps_within_a_limit_and_says_so() -> None:
         model.run(replace(bench(), memory_limit=0.001))
 
 
-def test_an_update_within_a_limit_is_the_same_and_tells_what_it_computed_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Callable[[], Update]]:
+    """`training_step` of a tiny model; the process itself takes as much memory at any time."""
     monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
     write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path)
     opened = Model.open(str(tmp_path))
     work = [Rows(2, 32).packed(opened.config.vocab_size)]
+    return partial(training_step, opened, "cpu", "fp32", work)
 
-    def least() -> float:
-        """GiB of the update that keeps everything, as its refusal says."""
-        with pytest.raises(PlanError) as error:
-            training_step(opened, "cpu", "fp32", work, 1e-9)
-        found = re.search(r"needs ([\d.]+) MiB", str(error.value))
-        assert found
-        return float(found[1]) / 1024
 
-    kept = training_step(opened, "cpu", "fp32", work)()
-    again = training_step(opened, "cpu", "fp32", work, least() + 2**-14)()
+def refused(update: Callable[..., object], pattern: str) -> list[float]:
+    """GiB that an update says it needs, where it may take next to nothing."""
+    with pytest.raises(PlanError) as error:
+        update(1e-9)
+    found = re.search(pattern, str(error.value))
+    assert found
+    return [float(mib) / 1024 for mib in found.groups()]
+
+
+def test_an_update_within_a_limit_is_the_same_and_tells_what_it_computed_again(
+    update: Callable[..., Callable[[], Update]],
+) -> None:
+    (least,) = refused(update, r"needs ([\d.]+) MiB")
+    kept = update()()
+    again = update(least + 2**-14)()
     assert (kept.loss, kept.norm, kept.recomputed) == (again.loss, again.norm, "")
     assert "2 trained decoder layers" in again.recomputed and " to stay within " in again.recomputed
     assert model.within(None, again.recomputed) == model.within(23.0, again.recomputed)
@@ -252,20 +261,12 @@ def test_an_update_within_a_limit_is_the_same_and_tells_what_it_computed_again(
 
 
 def test_an_update_that_takes_too_much_names_what_to_lower(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    update: Callable[..., Callable[[], Update]],
 ) -> None:
     """What `krnl bench model` calls it. The limit lies between what is no activation and all."""
-    monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
-    write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path)
-    opened = Model.open(str(tmp_path))
-    work = [Rows(2, 32).packed(opened.config.vocab_size)]
-    with pytest.raises(PlanError) as error:
-        training_step(opened, "cpu", "fp32", work, 1e-9)
-    found = re.search(r"needs ([\d.]+) MiB.* alone take ([\d.]+) MiB", str(error.value))
-    assert found
-    between = (float(found[1]) + float(found[2])) / 2 / 1024
+    between = sum(refused(update, r"needs ([\d.]+) MiB.* alone take ([\d.]+) MiB")) / 2
     with pytest.raises(PlanError, match=r"are activations: lower --rows or --length\.$"):
-        training_step(opened, "cpu", "fp32", work, between)
+        update(between)
 
 
 def test_a_trainer_that_dies_says_so(tmp_path: Path) -> None:
