@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from krnl.dtypes import BF16, F16, F32, I32, DType
+from krnl.kernels.cuda import attention_wgmma
 from krnl.kernels.launch import GpuRow, launches
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer, Kind
-from krnl.plan.lower import lower
+from krnl.plan.lower import Table, lower
 from krnl.plan.op import Op, Parameter
 from krnl.plan.step import Step
 from op_cases import Case, allowance
@@ -33,6 +34,9 @@ GUARD = 24  # elements around an output; no multiple of a vector, so that output
 WEIGHTS = {"w", "w_gate", "w_up", "table"}
 FLOATS = (BF16, F32, F16)
 HANDS_OVER = 6  # the constant of gemm_wgmma that says so
+# Tokens, heads and key heads, where blocks of a cluster have several tiles to sum, and where some
+# have none.
+KEYS_TO_SHARE = ((270, 3, 1), (70, 2, 2), (130, 4, 2))
 ATTRIBUTES = {"eps": 1e-5, "scale": 0.125, "sign": 1.0, "rate": 0.5, "stream": 7}
 
 
@@ -47,6 +51,22 @@ def output_types(op: Op, activation: DType) -> tuple[DType, ...]:
         return FLOATS
     free = any(p.any_float for p in op.outputs)
     return (activation, F32) if free and activation is not F32 else (activation,)
+
+
+def keys_shared_by(split: int) -> Table:
+    """Attention's backward on Hopper, where so many blocks share each sum of dK and dV."""
+    return Table(
+        "cuda",
+        [
+            GpuRow(
+                "attention_backward",
+                "attention_backward_wgmma",
+                when=lambda call: split in attention_wgmma.key_splits(call),
+                workspace=attention_wgmma.terms_bytes,
+                launches=lambda call, terms: attention_wgmma.backward(call, terms, split),
+            )
+        ],
+    )
 
 
 class Bench:

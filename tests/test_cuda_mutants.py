@@ -22,7 +22,7 @@ from krnl.plan.buffer import Buffer
 from krnl.plan.lower import Table
 from krnl.plan.step import Call
 from mutants import Mutant, mutants
-from op_bench import Chosen, forget_last_keys, hide_last_keys
+from op_bench import Chosen, forget_last_keys, hide_last_keys, keys_shared_by
 from op_cases import CASE
 
 # Orders of threads, and whether launches are told to run beside the one before.
@@ -39,6 +39,7 @@ class Example:
     activation: DType = BF16
     capability: int = 80
     tiling: gemm_wgmma.Tiling | None = None
+    split: int | None = None  # blocks that share a sum of gradients of keys
     blocks: int | None = None  # that take the tiles
     put: tuple[tuple[str, float], ...] = ()  # first elements of inputs
     unseen: int = 0  # so many of the last keys are seen by no query, and NaN in a second run
@@ -61,6 +62,8 @@ class Example:
 
     @property
     def kernels(self) -> Table:
+        if self.split is not None:
+            return keys_shared_by(self.split)
         if self.tiling is None:
             return table(Target(self.capability))
         return Table("cuda", [self._tiled(self.tiling)])
@@ -122,7 +125,10 @@ EXAMPLES = {
         "attention", {"n": 200, "m": 450, "h": 2, "g": 1, "d": 64}, 197, **HOPPER
     ),
     "attention wgmma backward": Example(
-        "attention_backward", {"n": 500, "h": 2, "g": 1, "d": 64}, 490, **HOPPER
+        "attention_backward", {"n": 500, "h": 2, "g": 1, "d": 64}, 490, split=1
+    ),
+    "attention shared keys": Example(
+        "attention_backward", {"n": 270, "h": 3, "g": 1, "d": 64}, 267, split=4
     ),
     "norm": Example("rms_norm", {"n": 3, "c": 1032}, 2),
     "norm odd": Example("rms_norm", {"n": 3, "c": 1029}, 2),
@@ -336,13 +342,13 @@ MUTANTS = [
         ("the derivative of the sigmoid", "fmaf(-silu, s, s + silu)", "fmaf(-s, s, s)"),
     ),
     *mutants(
-        "gemm_wgmma.cu", "wgmma split",
+        "exchange.h", "wgmma split",
         ("sums exchanged where products still read",
-         "reinterpret_cast<float4 *>(ring.tiles);\n    sync_cluster();",
-         "reinterpret_cast<float4 *>(ring.tiles);"),
+         "[block][4 sums][thread]\n  sync_cluster();", "[block][4 sums][thread]"),
         ("sums of the peers not waited for",
-         "    sync_cluster();\n#pragma unroll\n    for (int i = 0; i < kShare; i++) mine",
-         "#pragma unroll\n    for (int i = 0; i < kShare; i++) mine"),
+         "  sync_cluster();\n#pragma unroll\n  for (int i = 0; i < kShare; i++) mine",
+         "#pragma unroll\n  for (int i = 0; i < kShare; i++) mine"),
+        ("the first peer's sums added twice", "places[(peer *", "places[(peer / 2 *"),
     ),
     *mutants(
         "gemm_wgmma.cu", "wgmma tn",
@@ -414,6 +420,26 @@ MUTANTS = [
         ("keys released while products read them",
          "if (i > 0) k.release(i - 1);", "k.release(i);"),
         ("dead keys multiplied", "if (key + kKeys > seen.stop) {", "if (false) {"),
+        ("queries released while products read them",
+         "      if (i > 0) {\n        q.release(i - 1);\n        d_out.release(i - 1);\n      }",
+         "      q.release(i);\n      d_out.release(i);"),
+    ),
+    *mutants(
+        "attention_wgmma.cu", "attention shared keys",
+        ("all blocks sum the first tiles", "count = all_tiles * (rank + 1) / kSplit - first_tile;",
+         "count = all_tiles / kSplit;"),
+        ("a share begins with the first query",
+         "int query = block_first + first_tile % of_head * kQueries;", "int query = block_first;"),
+        ("tiles of the first head",
+         "key_head * group + (first_tile + i) / of_head;", "key_head * group;"),
+        ("dV scaled as dK",
+         "float scale = keys ? shape.scale : 1.0f,", "float scale = shape.scale,"),
+        ("all blocks write the first columns", " + at + rank % kHalf * kColumns;", " + at;"),
+        ("sums of nothing begin with anything",
+         "float key_sums[kWidth / 2] = {}, value_sums[kWidth / 2] = {},",
+         "float key_sums[kWidth / 2], value_sums[kWidth / 2],"),
+        ("the first warpgroup does not wait for the cluster",
+         "if constexpr (kSplit > 1) share_nothing();", ""),
     ),
 ]
 # fmt: on

@@ -16,10 +16,10 @@ from cudasim.backend import HOPPER, OWN, SimulatedCudaBackend, enqueued
 from cudasim.device import BACKWARD, FORWARD
 from krnl.backends.cuda_compiler import Kernel
 from krnl.dtypes import BF16, F16, F32, DType
-from krnl.kernels.cuda import gemm_wgmma
+from krnl.kernels.cuda import attention_wgmma, gemm_wgmma
 from krnl.kernels.cuda.sources import libraries
 from krnl.kernels.cuda.table import table
-from krnl.kernels.cuda.target import Target
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
 from krnl.kernels.launch import GpuRow, Launch
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
@@ -27,6 +27,7 @@ from krnl.plan.lower import Table
 from krnl.plan.step import Call
 from op_bench import (
     EXAMPLES,
+    KEYS_TO_SHARE,
     SIZES,
     Bench,
     Chosen,
@@ -35,6 +36,7 @@ from op_bench import (
     chosen,
     forget_last_keys,
     hide_last_keys,
+    keys_shared_by,
     of_every_type,
 )
 from op_cases import CASE
@@ -195,6 +197,22 @@ def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
         bench.check(SimulatedCudaBackend(kernels=rows, order=SHUFFLED))
         made += 1
     assert made
+
+
+@pytest.mark.parametrize("split", CLUSTER_SIZES)
+@pytest.mark.parametrize("d", attention_wgmma.WIDTHS)
+def test_every_split_of_gradients_of_keys_on_hopper(d: int, split: int) -> None:
+    """In two orders of threads the same bits."""
+    for n, h, g in KEYS_TO_SHARE:
+        dims = {"n": n, "h": h, "g": g, "d": d}
+        bench = Chosen(CASE["attention_backward"], BF16, dims, live=n - 3)
+        if split not in attention_wgmma.key_splits(bench.emit()[0].calls[0]):
+            continue
+        kernels = keys_shared_by(split)
+        bench.check(SimulatedCudaBackend(kernels=kernels, order=SHUFFLED))
+        first = bench.run(SimulatedCudaBackend(kernels=kernels))
+        again = SimulatedCudaBackend(kernels=kernels, order=BACKWARD, beside=True)
+        np.testing.assert_equal(bench.run(again), first)
 
 
 def test_every_source_was_run() -> None:

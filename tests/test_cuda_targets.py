@@ -8,13 +8,14 @@ import pytest
 from fake_cuda import FakeDriver, installed
 from krnl.backends.cuda import ON_PAPER, CudaBackend
 from krnl.dtypes import BF16
+from krnl.kernels.cuda.attention_wgmma import key_split
 from krnl.kernels.cuda.table import CudaTable, table
 from krnl.kernels.cuda.target import CLUSTER_SIZES, USUAL, Target
 from krnl.kernels.cuda.variants import uncut
 from krnl.kernels.launch import Launch, launches
 from krnl.plan.lower import Table, lower
-from op_bench import chosen
-from op_cases import CASES
+from op_bench import Chosen, chosen
+from op_cases import CASE, CASES
 
 # A slice of an H100, H20, H100 PCIe, H200, and a larger one.
 COUNTS = (16, 78, 114, USUAL, 148)
@@ -51,6 +52,20 @@ def test_blocks_that_go_from_tile_to_tile_are_one_for_each_multiprocessor(name: 
             if launch.library == "gemm_wgmma" and launch.cluster == 1:
                 assert launch.groups[0] <= count
             assert launch.groups[0] % launch.cluster == 0
+
+
+def test_few_keys_have_their_sums_shared() -> None:
+    """With a block for each multiprocessor and more, nobody waits long for the first keys."""
+    for count, tokens, heads, key_heads, split in (
+        (USUAL, 512, 32, 8, 4),
+        (USUAL, 2048, 14, 2, 8),
+        (USUAL, 8192, 14, 2, 2),
+        (USUAL, 8192, 32, 8, 1),
+        (16, 512, 32, 8, 1),
+    ):
+        dims = {"n": tokens, "h": heads, "g": key_heads, "d": 64}
+        call = Chosen(CASE["attention_backward"], BF16, dims).emit()[0].calls[0]
+        assert key_split(call, Target(90, count)) == split
 
 
 def test_fewer_multiprocessors_cut_sums_less() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.kernels.cuda import attention_wgmma
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import LANES, GpuRow, Launch, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
@@ -142,25 +143,30 @@ def _backward(kernels: Choice) -> Launches:
     return launches
 
 
-HOPPER_ROWS = [
-    GpuRow(
-        "attention",
-        "attention_wgmma",
-        when=lambda call: (
-            _fits_tensor_cores(call) and _has_many_queries(call) and attention_wgmma.fits(call)
+def hopper_rows(target: Target) -> list[GpuRow]:
+    """What only Hopper has."""
+    return [
+        GpuRow(
+            "attention",
+            "attention_wgmma",
+            when=lambda call: (
+                _fits_tensor_cores(call) and _has_many_queries(call) and attention_wgmma.fits(call)
+            ),
+            launches=lambda call, workspace: attention_wgmma.forward(call),
+            why="whole warpgroups multiply, the copy engine fetches",
         ),
-        launches=lambda call, workspace: attention_wgmma.forward(call),
-        why="whole warpgroups multiply, the copy engine fetches",
-    ),
-    GpuRow(
-        "attention_backward",
-        "attention_backward_wgmma",
-        when=lambda call: _fits_tensor_cores(call) and attention_wgmma.fits(call),
-        workspace=attention_wgmma.terms_bytes,
-        launches=attention_wgmma.backward,
-        why="whole warpgroups multiply, the copy engine fetches",
-    ),
-]
+        GpuRow(
+            "attention_backward",
+            "attention_backward_wgmma",
+            when=lambda call: _fits_tensor_cores(call) and attention_wgmma.fits(call),
+            workspace=attention_wgmma.terms_bytes,
+            launches=lambda call, terms: attention_wgmma.backward(
+                call, terms, attention_wgmma.key_split(call, target)
+            ),
+            why="whole warpgroups multiply, the copy engine fetches",
+        ),
+    ]
+
 
 ROWS = [
     GpuRow(

@@ -12,6 +12,7 @@
 // Rows of [n, h, d] lie h·d elements apart, d is kWidth. Every live query sees a key, and all keys from the first to
 // the last that a block sees hold finite numbers; other rows may hold anything.
 #include "attention.h"
+#include "exchange.h"
 #include "staging.h"
 
 constexpr int kWarpRows = 16, kConsumerRows = 64;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void hide(float (&x)[kCount], float hidden, int first
 __device__ inline int warp_row() { return (threadIdx.x - kWarpgroup) / kWarp * kWarpRows; }
 __device__ inline int thread_row() { return warp_row() + threadIdx.x % kWarp / 4; }
 
-constexpr int kStagingColumns(int width) { return width % 64 == 0 ? 64 : 32; }
+constexpr int kStagingColumns(int width) { return width % 64 == 0 ? 64 : width % 32 == 0 ? 32 : 16; }
 template <typename T, int kWidth>
 using Stage = Staging<T, kStagingColumns(kWidth)>;
 
@@ -456,8 +457,9 @@ __device__ inline int end_of_view(const int32 *start, int key, int first, int st
 }
 
 // dk and dv of a block of keys: one sum over the query heads that read them and the queries that see them. S and dP are
-// transposed, rows are keys: so P and dS are what dV and dK multiply from the left.
-template <typename T, int kWidth>
+// transposed, rows are keys: so P and dS are what dV and dK multiply from the left. Where keys are few, the blocks of a
+// cluster share the sum.
+template <typename T, int kWidth, int kSplit>
 __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     attention_key_gradients(const __grid_constant__ GradientMaps maps, const float *terms, const int32 *start,
                             const int32 *live, T *dk, T *dv, const __grid_constant__ Shape shape, int32 beside) {
@@ -480,8 +482,8 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  const int key_head = blockIdx.x % shape.key_heads, group = shape.heads / shape.key_heads;
-  const int block_first = blockIdx.x / shape.key_heads * kGradientRows;
+  const int key_head = blockIdx.x / kSplit % shape.key_heads, group = shape.heads / shape.key_heads;
+  const int block_first = blockIdx.x / kSplit / shape.key_heads * kGradientRows;
   const PreviousLaunch previous(beside);
   const int queries = *live;
   if (block_first >= queries) return;
@@ -492,24 +494,27 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
   // Until `all` the block's first key is seen, until `stop` the last.
   const int all = first_past(start, block_first, block_first, queries);
   const int stop = first_past(start, block_first + kGradientRows - 1, all, queries);
-  const int count = pieces(stop - block_first, kQueries);
+  // Tiles of one query head after the other, and this block's share of them.
+  const int of_head = pieces(stop - block_first, kQueries), all_tiles = group * of_head;
+  const int rank = kSplit > 1 ? cluster_rank() : 0;
+  const int first_tile = all_tiles * rank / kSplit, count = all_tiles * (rank + 1) / kSplit - first_tile;
   const uint64 rows = uint64(shape.blocks) * kGradientRows;
 
   if (threadIdx.x < kWarpgroup) {
     give_registers<fetch_registers(kGradientConsumers)>();
     const auto fetch = [&](Tiles ring, const TensorMap &map, const float *terms, float (&tiles)[kStages][kQueries]) {
-      int i = 0;
 #pragma unroll 1  // registers are few
-      for (int head = key_head * group; head < (key_head + 1) * group; head++) {
-#pragma unroll 1
-        for (int query = block_first; query < stop; query += kQueries, i++) {
-          ring.fetch(i, &map, head * kWidth, query, sizeof(tiles[0]));
-          fetch_bytes(tiles[i % kStages], terms + head * rows + query, sizeof(tiles[0]), ring.full(i));
-        }
+      for (int i = 0; i < count; i++) {
+        const int head = key_head * group + (first_tile + i) / of_head;
+        const int query = block_first + (first_tile + i) % of_head * kQueries;
+        ring.fetch(i, &map, head * kWidth, query, sizeof(tiles[0]));
+        fetch_bytes(tiles[i % kStages], terms + head * rows + query, sizeof(tiles[0]), ring.full(i));
       }
     };
     if (threadIdx.x == 0) fetch(q, maps.q, terms, lse_tiles);
     if (threadIdx.x == kWarp) fetch(d_out, maps.d_out, terms + shape.heads * rows, delta_tiles);
+    __syncwarp();
+    if constexpr (kSplit > 1) share_nothing();
   } else {
     take_registers<multiply_registers(kGradientConsumers)>();
     const int row = (threadIdx.x / kWarpgroup - 1) * kConsumerRows, first = block_first + warp_row();
@@ -521,12 +526,14 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     }
     const int all_to = __shfl_sync(~0u, to[0], 0);
     const float scale = shape.scale * kLog2E;
-    float key_sums[kWidth / 2], value_sums[kWidth / 2], p[kQueries / 2], dp[kQueries / 2];
+    float key_sums[kWidth / 2] = {}, value_sums[kWidth / 2] = {}, p[kQueries / 2], dp[kQueries / 2];
     uint32 p_operand[kQueries / 16][4], ds_operand[kQueries / 16][4];
+    pin(key_sums);
+    pin(value_sums);
     k.get(0);
     v.get(0);
-    int query = block_first;
-    for (int i = 0; i < group * count; i++) {
+    int query = block_first + first_tile % of_head * kQueries;
+    for (int i = 0; i < count; i++) {
       const auto q_tile = q.get(i), d_out_tile = d_out.get(i);
       if (query + kQueries > stop) {
         q_tile.forget(stop - query);
@@ -552,7 +559,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
       }
       if (query < first + kWarpRows - 1 || query + kQueries > all_to) hide(p, 0.0f, query, from, to);
       as_operand<T>(p_operand, p);
-      multiply_nn<T>(value_sums, p_operand, d_out_tile, i > 0);
+      multiply_nn<T>(value_sums, p_operand, d_out_tile, true);
       wait_products<1>();
       pin(dp);
 #pragma unroll
@@ -562,17 +569,30 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
         dp[j + 2] = p[j + 2] * (dp[j + 2] - delta.x), dp[j + 3] = p[j + 3] * (dp[j + 3] - delta.y);
       }
       as_operand<T>(ds_operand, dp);
-      multiply_nn<T>(key_sums, ds_operand, q_tile, i > 0);
+      multiply_nn<T>(key_sums, ds_operand, q_tile, true);
       query += kQueries;
       if (query >= stop) query = block_first;
     }
     wait_products<0>();
     pin(key_sums);
     pin(value_sums);
-    const float scales[2] = {shape.scale, shape.scale}, ones[2] = {1.0f, 1.0f};
     const int stride = shape.key_heads * kWidth;
     const uint64 at = uint64(first) * stride + key_head * kWidth;
-    write_rows<T, kWidth>(dk + at, stride, queries - first, key_sums, scales, staging);
-    write_rows<T, kWidth>(dv + at, stride, queries - first, value_sums, ones, staging);
+    if constexpr (kSplit == 1) {
+      const float scales[2] = {shape.scale, shape.scale}, ones[2] = {1.0f, 1.0f};
+      write_rows<T, kWidth>(dk + at, stride, queries - first, key_sums, scales, staging);
+      write_rows<T, kWidth>(dv + at, stride, queries - first, value_sums, ones, staging);
+    } else {
+      // Blocks of the first half write dk, each some columns.
+      constexpr int kHalf = kSplit / 2, kColumns = kWidth / kHalf;
+      const bool keys = rank < kHalf;
+      const float scale = keys ? shape.scale : 1.0f, scales[2] = {scale, scale};
+      float sums[kWidth], mine[kWidth / kSplit];
+#pragma unroll
+      for (int j = 0; j < kWidth / 2; j++) sums[j] = key_sums[j], sums[kWidth / 2 + j] = value_sums[j];
+      share<kSplit, kGradientConsumers * kWarpgroup>(sums, mine, shared);
+      T *const to = (keys ? dk : dv) + at + rank % kHalf * kColumns;
+      write_rows<T, kColumns>(to, stride, queries - first, mine, scales, staging);
+    }
   }
 }

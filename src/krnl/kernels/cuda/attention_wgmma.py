@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from krnl.dtypes import F32
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target, exchange_clocks
 from krnl.kernels.launch import Argument, Launch, TensorMap, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
@@ -18,6 +19,7 @@ GRADIENT_ROWS = GRADIENT_WARPGROUPS * WARPGROUP_ROWS
 KEYS, KEY_STAGES = 128, 2
 QUERIES, QUERY_STAGES = 64, 4
 LANES_OF_ROW = 4  # kLanesOfRow
+TILE_CLOCKS = 28  # for each column of a head, of a tile of queries that passes by keys
 
 
 def fits(call: Call) -> bool:
@@ -42,7 +44,30 @@ def terms_bytes(call: Call) -> int:
     return 2 * h * pieces(n, GRADIENT_ROWS) * GRADIENT_ROWS * F32.size
 
 
-def backward(call: Call, terms: Buffer | None) -> list[Launch]:
+def key_splits(call: Call) -> list[int]:
+    """Blocks that may share a sum of dK and dV: each writes whole matrices of 16 columns."""
+    *_, d = next(call.reads()).shape
+    return [split for split in CLUSTER_SIZES if 2 * d // split % 16 == 0]
+
+
+def key_split(call: Call, target: Target) -> int:
+    """Of these, those that take the fewest clocks, if all queries are one document's: the first
+    keys, which most queries see, take longest."""
+    _, q, k, *_ = call.reads()
+    (n, h, d), g = q.shape, k.shape[1]
+    sums, longest = pieces(n, GRADIENT_ROWS) * g, h // max(g, 1) * pieces(n, QUERIES)
+
+    def clocks(split: int) -> float:
+        at_once = target.clusters(split)
+        exchange = exchange_clocks(2 * GRADIENT_ROWS * d, split)
+        tiles = max(longest / split, sums * longest / 2 / (at_once * split))
+        return tiles * TILE_CLOCKS * d + pieces(sums, at_once) * exchange
+
+    return min(key_splits(call), key=clocks)
+
+
+def backward(call: Call, terms: Buffer | None, split: int) -> list[Launch]:
+    """`split` blocks share each sum of dK and dV."""
     if terms is None:  # there is nothing
         return []
     do, q, k, v, o, lse, start, live = call.reads()
@@ -65,6 +90,7 @@ def backward(call: Call, terms: Buffer | None) -> list[Launch]:
             "g",
             (by_key, terms, start, live, dk, dv),
             2 * (rows + query_tiles),
+            split=split,
             independent=True,
         ),
     ]
@@ -90,13 +116,14 @@ class _Kernels:
         heads: str,
         arguments: tuple[Argument | tuple[TensorMap, ...], ...],
         tile_rows: int = 0,
+        split: int | None = None,
         independent: bool = False,
     ) -> list[Launch]:
-        """Blocks for all rows of the heads that `heads` counts: h or g. Of those that have tiles,
-        `tile_rows` are in shared memory."""
+        """Blocks for all rows of the heads that `heads` counts: h or g; clusters of `split` blocks
+        for kernels that have these. Of those that have tiles, `tile_rows` are in shared memory."""
         (n, h, d), g = self.q.shape, self.k.shape[1]
         blocks = pieces(n, self.rows)
-        groups = blocks * {"h": h, "g": g}[heads]
+        groups = blocks * {"h": h, "g": g}[heads] * (split or 1)
         if groups == 0:
             return []
         threads, shared = self.rows * LANES_OF_ROW, 0
@@ -111,8 +138,9 @@ class _Kernels:
                 (groups, 1, 1),
                 threads,
                 (self.q.dtype,),
-                {0: d},
+                {0: d} if split is None else {0: d, 1: split},
                 shared=shared,
+                cluster=split or 1,
                 independent=independent,
             )
         ]

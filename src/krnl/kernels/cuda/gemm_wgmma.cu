@@ -6,6 +6,7 @@
 // last is written. Where much is written, the warps that have nothing to fetch do it: they are handed the sums in
 // shared memory, and the next tile is multiplied meanwhile. Where tiles are too few, the blocks of a cluster share
 // one: each sums a part of K, then part of the columns of all, in fixed order.
+#include "exchange.h"
 #include "layout.h"
 #include "staging.h"
 #include "swiglu.h"
@@ -232,7 +233,7 @@ struct Kernel {
         rests = true;
       } else if constexpr (kSplit > 1) {
         float mine[kShare];
-        share(sums, mine);
+        share<kSplit, kConsumers * kWarpgroup>(sums, mine, ring.tiles);
         finish(tile, mine);
       } else {
         finish(tile, sums);
@@ -285,36 +286,6 @@ struct Kernel {
         *reinterpret_cast<uint4 *>(ring.a(stage) + strip * kStripBytes + live * 128 + i * 16) = uint4{0, 0, 0, 0};
     fence_async_proxy();
     sync_threads(1, threads);
-  }
-
-  // The sums of all blocks of the cluster over this block's part of the columns.
-  __device__ __forceinline__ void share(const float (&sums)[kSums], float (&mine)[kShare]) {
-    constexpr int kConsumerThreads = kConsumers * kWarpgroup;
-    const int thread = threadIdx.x - kWarpgroup;
-    // [block][4 sums][thread], in what was the ring: everyone must have left it first.
-    float4 *const exchange = reinterpret_cast<float4 *>(ring.tiles);
-    sync_cluster();
-#pragma unroll
-    for (int peer = 0; peer < kSplit; peer++) {
-      const uint32 address = peer_address(exchange, peer);
-#pragma unroll
-      for (int i = 0; i < kShare; i += 4) {
-        const float *const four = &sums[peer * kShare + i];
-        store_peer(address + ((rank * (kShare / 4) + i / 4) * kConsumerThreads + thread) * 16,
-                   {four[0], four[1], four[2], four[3]});
-      }
-    }
-    sync_cluster();
-#pragma unroll
-    for (int i = 0; i < kShare; i++) mine[i] = 0.0f;
-#pragma unroll
-    for (int peer = 0; peer < kSplit; peer++) {
-#pragma unroll
-      for (int i = 0; i < kShare; i += 4) {
-        const float4 four = exchange[(peer * (kShare / 4) + i / 4) * kConsumerThreads + thread];
-        mine[i] += four.x, mine[i + 1] += four.y, mine[i + 2] += four.z, mine[i + 3] += four.w;
-      }
-    }
   }
 
   // A warp's part of the tile: 16 rows, and the columns that its block has.
@@ -537,10 +508,7 @@ __global__ void __launch_bounds__((kTileM / 64 + 1) * kWarpgroup, 1)
     }
     // Blocks of a cluster have one tile each, and all their threads take part in its barriers.
     if constexpr (kSplit > 1) {
-      if (blockIdx.x / kSplit < kernel.tiles()) {
-        sync_cluster();
-        sync_cluster();
-      }
+      if (blockIdx.x / kSplit < kernel.tiles()) share_nothing();
     }
   } else {
     if constexpr (Kernel::kConsumers == 2) take_registers<kHandsOver ? kMultiplyOnlyRegisters : kMultiplyRegisters>();

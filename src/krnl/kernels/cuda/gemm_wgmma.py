@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from krnl.dtypes import BF16, F16
-from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target, exchange_clocks
 from krnl.kernels.launch import Launch, TensorMap, pack, pieces
 from krnl.kernels.products import (
     LAYOUTS,
@@ -27,12 +27,11 @@ MEMBERS = 3  # results that one launch computes side by side
 DEPTH, STRIP = 64, 64  # of a tile in K; what a swizzled row holds along M or N
 WARPGROUP = 128
 # What a multiprocessor does in a clock while all of them work, fitted to what an H200 took.
-MULTIPLIED = 0.95 * 2048  # pairs of elements
-FETCHED = 48  # bytes of operands, from the cache
+MULTIPLIED = 0.9 * 2048  # pairs of elements
+FETCHED = 46  # bytes of operands, from the cache
 WRITTEN = 14  # bytes of results
-MOVED = 18  # bytes that come from the GPU's memory or go there: its part of what that moves
-# Clocks of a step, however small; and until the blocks of a cluster have one another's sums.
-STEP, EXCHANGE = 600, 4000
+MOVED = 20  # bytes that come from the GPU's memory or go there: its part of what that moves
+STEP = 500  # clocks of a step, however small
 # Where memory is what all wait for, those tilings are best that are otherwise least busy: so much
 # of it counts.
 HIDDEN = 1 / 16
@@ -97,7 +96,7 @@ class Tiling:
         else:
             busy = waves * (multiply + finish)
         moving = job.moved_bytes / MOVED / target.multiprocessors
-        return max(busy, moving) + HIDDEN * busy + waves * EXCHANGE * (self.split > 1)
+        return max(busy, moving) + HIDDEN * busy + waves * exchange_clocks(area, self.split)
 
 
 TILINGS = [

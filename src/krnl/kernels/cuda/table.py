@@ -17,5 +17,5 @@ class CudaTable(Table):
 
 def table(target: Target) -> CudaTable:
     """The kernels for a kind of GPU."""
-    hopper = [*gemm.hopper_rows(target), *attention.HOPPER_ROWS] if target.hopper else []
+    hopper = [*gemm.hopper_rows(target), *attention.hopper_rows(target)] if target.hopper else []
     return CudaTable("cuda", [*hopper, *gemm.rows(target), *attention.ROWS, *rows.ROWS], target)

@@ -1,0 +1,39 @@
+// Sums that the blocks of a cluster share, through one another's shared memory.
+#pragma once
+#include "hopper.h"
+
+// The threads behind a block's first warpgroup, kThreads of them, have kCount sums each. All blocks' are added in fixed
+// order, and a block gets its part: those from rank · kCount / kSplit on. `exchange` has room for kCount floats of each
+// thread. What lay there must have been used by the time that a thread calls this; the threads of the first warpgroup
+// call share_nothing.
+template <int kSplit, int kThreads, int kCount>
+__device__ __forceinline__ void share(const float (&sums)[kCount], float (&mine)[kCount / kSplit], void *exchange) {
+  constexpr int kShare = kCount / kSplit;
+  const int thread = threadIdx.x - kWarpgroup, rank = cluster_rank();
+  float4 *const places = static_cast<float4 *>(exchange);  // [block][4 sums][thread]
+  sync_cluster();
+#pragma unroll
+  for (int peer = 0; peer < kSplit; peer++) {
+    const uint32 address = peer_address(places, peer);
+#pragma unroll
+    for (int i = 0; i < kShare; i += 4) {
+      const float *const four = &sums[peer * kShare + i];
+      store_peer(address + ((rank * (kShare / 4) + i / 4) * kThreads + thread) * 16, {four[0], four[1], four[2], four[3]});
+    }
+  }
+  sync_cluster();
+#pragma unroll
+  for (int i = 0; i < kShare; i++) mine[i] = 0.0f;
+#pragma unroll
+  for (int peer = 0; peer < kSplit; peer++) {
+#pragma unroll
+    for (int i = 0; i < kShare; i += 4) {
+      const float4 four = places[(peer * (kShare / 4) + i / 4) * kThreads + thread];
+      mine[i] += four.x, mine[i + 1] += four.y, mine[i + 2] += four.z, mine[i + 3] += four.w;
+    }
+  }
+}
+__device__ inline void share_nothing() {
+  sync_cluster();
+  sync_cluster();
+}
