@@ -99,7 +99,7 @@ def one_update(run: Run, scale: float) -> tuple[float, float, dict[str, Any], di
     session.loss_scale = scale
     work = pack(make_documents([12, 7, 20]), 64)
     for part in work:
-        session.accumulate(part, 1)
+        session.accumulate(session.inputs(part, 1))
     gradients = session.gradients()
     targets = sum(len(part.target) for part in work)
     numbers = hyper(1, 1e-2, (0.9, 0.999), 1e-8, 0.1, 0.5, 1.0 / (targets * scale))
@@ -162,14 +162,21 @@ def overflow(
     monkeypatch: pytest.MonkeyPatch, when: Callable[[int, float], bool] = lambda update, scale: True
 ) -> None:
     """Makes a gradient of the updates infinite for which `when`(number, scale) is true."""
-    accumulate = Session.accumulate
+    make, accumulate = Session.inputs, Session.accumulate
+    updates: dict[int, int] = {}  # by the identity of what was made
 
-    def overflowing(self: Session, work: Any, update: int) -> None:
-        accumulate(self, work, update)
-        if when(update, self.loss_scale):
+    def numbered(self: Session, work: Any, update: int) -> np.ndarray:
+        inputs = make(self, work, update)
+        updates[id(inputs)] = update
+        return inputs
+
+    def overflowing(self: Session, inputs: np.ndarray) -> None:
+        accumulate(self, inputs)
+        if when(updates[id(inputs)], self.loss_scale):
             grad = self._trainable.grad
             self._memory.write(grad.part("first", 0, (1,)), np.array([np.inf]))
 
+    monkeypatch.setattr(Session, "inputs", numbered)
     monkeypatch.setattr(Session, "accumulate", overflowing)
 
 
@@ -394,7 +401,7 @@ def test_a_model_that_fp16_cannot_hold_ends_the_run(tmp_path, monkeypatch, poiso
 def test_an_update_without_a_loss_is_not_applied(tiny):
     run = Run(tiny, backend=CpuBackend())
     for work in pack(make_documents([12, 7, 20]), 64):
-        run.session.accumulate(work, 1)
+        run.session.accumulate(run.session.inputs(work, 1))
     before = run.session.state()
     run.memory.write(run.planned.programs.loss, np.array([np.inf]))
     _, norm = run.session.update(hyper(1, 1e-3, (0.9, 0.999), 1e-8, 0.0, 1.0, 1.0))

@@ -176,7 +176,7 @@ class Run:
         self.memory.write(loss, np.zeros(1))
         self.memory.write(self.trainable.grad, np.zeros(self.trainable.size))
         for work in passes:
-            self.session.accumulate(work, update)
+            self.session.accumulate(self.session.inputs(work, update))
         total = float(self.memory.read(loss)[0])
         self.memory.write(loss, np.zeros(1))
         return total, self.memory.read(self.trainable.grad)
@@ -200,6 +200,6 @@ class Run:
         for buffer in self.planned.accumulate.layout.places:
             if buffer.kind is Kind.TEMP:
                 self.memory.write(buffer, np.full(buffer.shape, np.nan))
-        self.session._fed[:] = 2**30
+        self.session._blank[:] = 2**30
         if hasattr(self.memory, "poison"):
             self.memory.poison()

@@ -113,12 +113,13 @@ def profile_run(
     planned = budgeted.training
     work = random_pass(model.config.vocab_size, config.tokens, documents, labelled)
     session = Session(planned, model, modules, backend, config.seed)
+    inputs = session.inputs(work, 1)
     dispatches = planned.accumulate.dispatches
     runs: list[list[float]] = []
     roofs: list[Roof] = []
 
     def whole() -> None:
-        session.accumulate(work, 1)
+        session.accumulate(inputs)
         session.read(planned.programs.inputs.live)  # waits for what was enqueued
 
     # A turn begins with a run that is not counted: the one before left caches and clocks as it
@@ -130,7 +131,7 @@ def profile_run(
 
     def one_by_one() -> float:
         whole()
-        runs.append(session.time_accumulate(work))
+        runs.append(session.time_accumulate(inputs))
         return sum(runs[-1])
 
     contestants = {"replay": replay, "dispatches": one_by_one}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from rich.console import Console
 
 from krnl.data.examples import show
@@ -103,10 +104,12 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """How many rows an update has, and the passes that they are packed into."""
+    """What an update is over: how many rows, the passes that they are packed into, and what the
+    device is given of each."""
 
     rows: int
     passes: list[Pass]
+    inputs: list[np.ndarray]
 
 
 class Run:
@@ -187,8 +190,8 @@ class Run:
         batch = self.ahead or self._batch(step)
         passes = batch.passes
         scale = self.session.loss_scale = self.scale.value
-        for work in passes:
-            self.session.accumulate(work, step)
+        for inputs in batch.inputs:
+            self.session.accumulate(inputs)
         # While the device computes.
         self.ahead = self._batch(step + 1) if step < len(self.order) else None
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
@@ -239,9 +242,10 @@ class Run:
         display.update(step, loss, lr, tokens / seconds)
 
     def _batch(self, step: int) -> Batch:
-        """The rows of an update, packed."""
+        """The rows of an update, ready for the device."""
         rows = self.order[step - 1]
-        return Batch(len(rows), pack([self.data.train[row] for row in rows], self.config.tokens))
+        passes = pack([self.data.train[row] for row in rows], self.config.tokens)
+        return Batch(len(rows), passes, [self.session.inputs(work, step) for work in passes])
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
         """The update was not applied, so the adapter is still the last good one."""

@@ -82,7 +82,7 @@ class Session:
         self._chunk = planned.programs.chunk
         self._seed = seed
         self._memory: Memory = backend.allocate(planned.accumulate.layout)
-        self._fed = np.zeros(self._inputs.whole.size, np.int32)  # what the inputs hold
+        self._blank = np.zeros(self._inputs.whole.size, np.int32)  # beyond what a pass needs
         self._loss_scale = 0.0  # never written yet
         self.loss_scale = 1.0
         model.fill(planned.decoder.weights, self._memory)
@@ -105,14 +105,14 @@ class Session:
             self._loss_scale = value
             self._memory.write(self._inputs.loss_scale, np.array([value]))
 
-    def accumulate(self, work: Pass, update: int) -> None:
-        """Adds a pass of update number `update` to the sums."""
-        self._feed(work, update)
+    def accumulate(self, inputs: np.ndarray) -> None:
+        """Adds a pass to the sums, `inputs` being what this session's `inputs` made of it."""
+        self._memory.write(self._inputs.whole, inputs)
         self._accumulate.run()
 
-    def time_accumulate(self, work: Pass) -> list[float]:
-        """Seconds of every dispatch of `accumulate` on a pass, run one by one."""
-        self._feed(work, 0)
+    def time_accumulate(self, inputs: np.ndarray) -> list[float]:
+        """Seconds of every dispatch of `accumulate`, run one by one."""
+        self._memory.write(self._inputs.whole, inputs)
         return self._accumulate.time()
 
     def read(self, buffer: Buffer) -> np.ndarray:
@@ -133,7 +133,7 @@ class Session:
         loss = self._planned.programs.loss
         total = 0.0
         for work in passes:
-            self._feed(work, 0)
+            self._memory.write(self._inputs.whole, self.inputs(work, 0))
             self._evaluate.run()
             total += float(self._memory.read(loss)[0])
             self._memory.write(loss, np.zeros(1))
@@ -166,8 +166,10 @@ class Session:
         ):
             self._memory.write(buffer, values)
 
-    def _feed(self, work: Pass, update: int) -> None:
-        """Writes a pass into the inputs; what lies beyond its live rows is never looked at."""
+    def inputs(self, work: Pass, update: int) -> np.ndarray:
+        """What the device is given of a pass of update number `update`, int32: all inputs side by
+        side. To be made while the device computes; what lies beyond live rows is never looked
+        at."""
         i, live, targets = self._inputs, work.live, len(work.target)
         rows = np.arange(live)
         slot = np.full(live, -1)
@@ -189,5 +191,6 @@ class Session:
         for window, start in i.start.items():
             reach = 0 if window is None else rows - window + 1
             values.append((start, np.maximum(work.doc_start, reach)))
-        fill(self._fed, [(part, array) for part, array in values if part is not None])
-        self._memory.write(i.whole, self._fed)
+        content = self._blank.copy()
+        fill(content, [(part, array) for part, array in values if part is not None])
+        return content
