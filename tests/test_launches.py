@@ -10,7 +10,7 @@ from krnl.dtypes import F16, F32, I32, DType
 from krnl.errors import PlanError
 from krnl.kernels.cuda.table import table
 from krnl.kernels.cuda.target import Target
-from krnl.kernels.launch import Launch, launches, pack
+from krnl.kernels.launch import GpuRow, Launch, launches, pack
 from krnl.kernels.metal.table import TABLE
 from krnl.ops.attention import attention
 from krnl.ops.gemm import lora_down, lora_linear, lora_swiglu
@@ -71,6 +71,27 @@ def test_more_groups_than_a_gpu_starts() -> None:
     for target in (Target(80), Target(90)):
         with pytest.raises(PlanError, match=r"^attention: 4,294,967,296 groups of threads"):
             made(table(target), attention, q, k, k, *ends, scale=1.0)
+
+
+def test_nothing_is_independent_of_what_a_launch_that_is_left_out_followed() -> None:
+    step = Step("s", F16, buffer(1, dtype=I32))
+    step(zero, into=buffer(1, dtype=F32))
+    (call,) = step.calls
+
+    def kept(*groups: int) -> list[tuple[int, bool]]:
+        row = GpuRow(
+            "zero",
+            "x",
+            launches=lambda call, scratch: [
+                Launch("x", "x", (), (count, 1, 1), 32, independent=True) for count in groups
+            ],
+        )
+        return [(x.groups[0], x.independent) for x in launches(Dispatch(call, row, None))]
+
+    assert kept(1, 2, 3) == [(1, True), (2, True), (3, True)]
+    assert kept(1, 0, 3, 4) == [(1, True), (3, False), (4, True)]
+    assert kept(0, 2) == [(2, False)]
+    assert kept(1, 0, 0, 4, 0) == [(1, True), (4, False)]
 
 
 def test_numbers_lie_in_their_order_in_a_struct() -> None:

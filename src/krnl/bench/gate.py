@@ -19,6 +19,7 @@ from krnl.bench.condition import Condition, Watch
 from krnl.bench.reference import Key, Reference, ReferenceStore
 from krnl.errors import BackendError, ConfigError, Refused
 
+NO_FIGURE = "No figure is printed."
 ALLOWED = 0.10  # how far a control may be from the reference
 CONTROL_SECONDS = 0.25  # a control is repeated for so long: shorter ones fall between time slices
 # Before a control clocks rise from idle, or fall from a short boost. What contestants leave behind
@@ -163,7 +164,7 @@ class Gate:
         if self._force:
             notes.append(f"Forced, and so not to be trusted. {complaint}".rstrip())
         elif complaint:
-            raise Refused(" ".join(("No figure is printed.", complaint, *notes, _FORCE)))
+            raise Refused(" ".join((NO_FIGURE, complaint, *notes, _FORCE)))
         else:
             for probe in self._probes:
                 mine = _of(probe, controls)

@@ -8,7 +8,7 @@ from krnl.backends.cpu import CpuBackend
 from krnl.bench.blas import blas_with_threads
 from krnl.bench.command import Bench
 from krnl.bench.control import with_cpu
-from krnl.bench.gate import Measurement
+from krnl.bench.gate import NO_FIGURE, Gate, Measurement
 from krnl.bench.products import BlasProduct, Experiment, Work
 from krnl.bench.results import Entry, Result, Tool, comparable, timed
 from krnl.errors import Refused
@@ -62,24 +62,33 @@ def experiment(backend: Backend, variant: Variant, name: str, m: int, n: int, k:
 
 
 def measure(bench: Bench, command: str, title: str, unit: str, lines: Sequence[Line]) -> Result:
-    """Checks every product, then times them in turn, round by round. Beside a GPU, the CPU's
-    library is left out where what the CPU reaches in quiet cannot be learnt."""
-    gate, tools = bench.gate, list[Tool]()
+    """Checks every product, then times them in turn, round by round. Beside a GPU the CPU's library
+    is left out, and the others are timed anew, where the CPU was not quiet."""
+    tools, measurement = list[Tool](), None
     if any(isinstance(line.work, BlasProduct) for line in lines):  # they are the CPU's
-        gate.learn()  # where this is refused, so is the table
-        both = with_cpu(gate, bench.backend)
+        bench.gate.learn()  # where this is refused, so is the table
         try:
-            both.learn()
+            measurement = _measured(bench, with_cpu(bench.gate, bench.backend), lines)
         except Refused as refusal:
+            if bench.backend.name == "cpu":
+                raise
             lines = [_without_library(line, refusal) for line in lines]
         else:
-            gate = both
             tools.append(blas_with_threads(_cpu(bench.backend).limits.threads))
-    works = {line.name: line.work for line in lines if line.work is not None}
-    contestants = {name: work.prepare(bench.backend) for name, work in works.items()}
-    measurement = gate.measure(contestants, bench.rounds) if contestants else None
+    measurement = measurement or _measured(bench, bench.gate, lines)
+    works = _works(lines)
     entries = [_entry(line, unit, works, measurement) for line in lines]
     return bench.result(command, title, measurement, entries, tools)
+
+
+def _works(lines: Sequence[Line]) -> dict[str, Work]:
+    return {line.name: line.work for line in lines if line.work is not None}
+
+
+def _measured(bench: Bench, gate: Gate, lines: Sequence[Line]) -> Measurement | None:
+    """None if there is nothing to measure."""
+    contestants = {name: work.prepare(bench.backend) for name, work in _works(lines).items()}
+    return gate.measure(contestants, bench.rounds) if contestants else None
 
 
 def _cpu(backend: Backend) -> Backend:
@@ -90,7 +99,8 @@ def _without_library(line: Line, refusal: Refused) -> Line:
     """Itself, if it is not the library's."""
     if not isinstance(line.work, BlasProduct):
         return line
-    return replace(line, work=None, note=str(refusal).partition(". ")[0])
+    reason = str(refusal).removeprefix(f"{NO_FIGURE} ").partition(". ")[0]
+    return replace(line, work=None, note=reason)
 
 
 def _entry(line: Line, unit: str, works: dict[str, Work], measurement: Measurement | None) -> Entry:

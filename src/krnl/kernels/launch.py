@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from krnl.dtypes import DType
 from krnl.errors import PlanError
@@ -83,17 +83,22 @@ def pack(form: str, *values: int | float) -> bytes:
 
 
 def launches(dispatch: Dispatch) -> list[Launch]:
-    """What a dispatch enqueues: launches without groups, which do nothing, are left out. PlanError
-    if there is more of something than a kernel counts."""
+    """What a dispatch enqueues: launches without groups, which do nothing, are left out, and
+    one that was independent of such a launch is not of the one before that. PlanError if there is
+    more of something than a kernel counts."""
     assert isinstance(dispatch.row, GpuRow)
     try:
         made = dispatch.row.launches(dispatch.call, dispatch.workspace)
     except PlanError as error:
         raise PlanError(f"{dispatch.call.label}: {error}") from None
+    kept, follows = list[Launch](), True  # what it was made to follow
     for launch in made:
         if max(launch.groups) > MOST_GROUPS:
             raise PlanError(
                 f"{dispatch.call.label}: {max(launch.groups):,} groups of threads are more than a "
                 "GPU starts at once. Take fewer --tokens or a smaller model."
             )
-    return [launch for launch in made if all(launch.groups)]
+        if all(launch.groups):
+            kept.append(launch if follows else replace(launch, independent=False))
+        follows = all(launch.groups)
+    return kept
