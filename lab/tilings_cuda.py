@@ -62,7 +62,7 @@ def ready(backend: CudaBackend, shape: dict[str, object], rows: Rows) -> tuple[P
         paths, tokens = tuple(modules), work.capacity
         planned = plan_training(config, weights, ADAPTER, paths, backend, BF16, tokens)
         session = Session(planned, model, modules, backend, 0)
-        session.accumulate(session.inputs(work, 1))
+        session.accumulate(session.inputs_of(work, 1))
         backend._gpu.wait()
     assert isinstance(session._memory, CudaMemory)
     return planned.accumulate, session._memory

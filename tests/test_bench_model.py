@@ -314,7 +314,7 @@ def test_an_update_tells_the_mean_loss_and_the_norm_of_its_gradient(
     )
     session = Session(planned, opened, modules, backend, 0)
     loss = session.evaluate([work])
-    session.accumulate(session.inputs(work, 1))
+    session.accumulate(session.inputs_of(work, 1))
     gradients = np.concatenate([g.ravel() for pair in session.gradients().values() for g in pair])
     targets = sum((labels[1:] >= 0).sum() for _, labels in rows.drawn(512))
     # Sums of as many terms in fp32, in other orders.

@@ -139,6 +139,24 @@ def test_a_gate_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not (tmp_path / "references.json").exists()  # nothing was measured yet
 
 
+@pytest.mark.parametrize(
+    ("platform", "release", "told"),
+    [
+        ("Linux-6.8.12-mine-v6-x86_64-with-glibc2.39", "6.8.12-mine-v6", None),
+        ("Linux-6.8-rc1-x86_64-with-glibc2.39", "6.8-rc1", None),
+        ("macOS-14.5-arm64-arm-64bit", "23.5.0", "macOS-14.5-arm64-arm-64bit"),
+        ("Odd-x-y", "x", "Odd-x-y"),
+    ],
+)
+def test_a_system_is_called_without_the_name_of_its_build(
+    monkeypatch: pytest.MonkeyPatch, platform: str, release: str, told: str | None
+) -> None:
+    monkeypatch.setattr(control.platform, "platform", lambda: platform)
+    monkeypatch.setattr(control.platform, "release", lambda: release)
+    found = control.machine(simulator()).system
+    assert found == (told or "Linux-6.8-x86_64-with-glibc2.39")
+
+
 def test_a_device_is_called_as_it_calls_itself() -> None:
     assert control.device_name(simulator()) == "KRNL Metal simulator"
     assert control.machine(simulator()).backend == "metal"

@@ -246,7 +246,7 @@ def test_an_update_asks_little_of_the_driver(
     calls.clear()
     for work in (first, second):
         run.session.loss_scale = 8.0
-        run.session.accumulate(run.session.inputs(work, 3))
+        run.session.accumulate(run.session.inputs_of(work, 3))
     assert calls == [COPY_IN, COPY_IN, "cuGraphLaunch", COPY_IN, "cuGraphLaunch"]  # and the scale
     calls.clear()
     run.session.update(np.arange(inputs.hyper.size))

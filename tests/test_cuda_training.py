@@ -98,7 +98,7 @@ def test_a_graph_is_its_dispatches_one_by_one(sizes: str, activation: DType, wri
     for _ in range(3):
         assert_same(run.sums([work], update=0), replayed)
     run.memory.write(run.trainable.grad, np.zeros(run.trainable.size))
-    seconds = run.session.time_accumulate(run.session.inputs(work, 0))
+    seconds = run.session.time_accumulate(run.session.inputs_of(work, 0))
     loss = float(run.memory.read(run.planned.programs.loss)[0])
     assert_same((loss, run.memory.read(run.trainable.grad)), replayed)
     assert len(seconds) == len(run.planned.accumulate.dispatches)

@@ -203,7 +203,7 @@ def test_adapter_gradients() -> None:
 def updated(trained: Run, work: list[Pass], update: int, targets: int) -> tuple[float, float]:
     """One update: mean loss and gradient norm."""
     for part in work:
-        trained.session.accumulate(trained.session.inputs(part, update))
+        trained.session.accumulate(trained.session.inputs_of(part, update))
     loss, norm = trained.session.update(hyper(update, targets))
     return loss / targets, norm
 

@@ -300,7 +300,7 @@ def test_threads_and_repetition_change_no_bit(
         assert_same(run.sums(work), first)
         for update in range(1, 4):
             for part in work:
-                run.session.accumulate(run.session.inputs(part, update))
+                run.session.accumulate(run.session.inputs_of(part, update))
             assert np.isfinite(run.session.update(hyper(update, 200))).all()
         results.append((*first, *run.session.state().values()))
     for result in results[1:]:

@@ -99,7 +99,7 @@ def one_update(run: Run, scale: float) -> tuple[float, float, dict[str, Any], di
     session.loss_scale = scale
     work = pack(make_documents([12, 7, 20]), 64)
     for part in work:
-        session.accumulate(session.inputs(part, 1))
+        session.accumulate(session.inputs_of(part, 1))
     gradients = session.gradients()
     targets = sum(len(part.target) for part in work)
     numbers = hyper(1, 1e-2, (0.9, 0.999), 1e-8, 0.1, 0.5, 1.0 / (targets * scale))
@@ -162,7 +162,7 @@ def overflow(
     monkeypatch: pytest.MonkeyPatch, when: Callable[[int, float], bool] = lambda update, scale: True
 ) -> None:
     """Makes a gradient of the updates infinite for which `when`(number, scale) is true."""
-    make, accumulate = Session.inputs, Session.accumulate
+    make, accumulate = Session.inputs_of, Session.accumulate
     updates: dict[int, int] = {}  # by the identity of what was made
 
     def numbered(self: Session, work: Any, update: int) -> np.ndarray:
@@ -176,7 +176,7 @@ def overflow(
             grad = self._trainable.grad
             self._memory.write(grad.part("first", 0, (1,)), np.array([np.inf]))
 
-    monkeypatch.setattr(Session, "inputs", numbered)
+    monkeypatch.setattr(Session, "inputs_of", numbered)
     monkeypatch.setattr(Session, "accumulate", overflowing)
 
 
@@ -401,7 +401,7 @@ def test_a_model_that_fp16_cannot_hold_ends_the_run(tmp_path, monkeypatch, poiso
 def test_an_update_without_a_loss_is_not_applied(tiny):
     run = Run(tiny, backend=CpuBackend())
     for work in pack(make_documents([12, 7, 20]), 64):
-        run.session.accumulate(run.session.inputs(work, 1))
+        run.session.accumulate(run.session.inputs_of(work, 1))
     before = run.session.state()
     run.memory.write(run.planned.programs.loss, np.array([np.inf]))
     _, norm = run.session.update(hyper(1, 1e-3, (0.9, 0.999), 1e-8, 0.0, 1.0, 1.0))

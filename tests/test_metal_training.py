@@ -79,7 +79,7 @@ def test_a_step_is_clean(activation: DType, write: Write) -> None:
     backend = metal_backend("checked", eager=True)
     run, work = scaled_run(backend, write("qwen3"), activation), one_pass(make_documents((19, 18)))
     run.poison()
-    run.session.accumulate(run.session.inputs(work[0], 1))
+    run.session.accumulate(run.session.inputs_of(work[0], 1))
     loss, norm = run.session.update(hyper(1, run.session.loss_scale * len(work[0].target)))
     assert np.isfinite([loss, norm]).all() and norm > 0
     backend.simulation.expect_clean()
@@ -174,13 +174,13 @@ def test_an_update_that_overflowed_changes_nothing(write: Write, metal: Simulate
     run, work = scaled_run(metal, write(), F16), one_pass(make_documents(LENGTHS))
     before = run.session.state()
     run.session.loss_scale = 2.0**20  # times p - 1 at a logit: beyond the largest half, 65,504
-    run.session.accumulate(run.session.inputs(work[0], 1))
+    run.session.accumulate(run.session.inputs_of(work[0], 1))
     loss, norm = run.session.update(hyper(1, run.session.loss_scale))
     assert np.isfinite(loss) and not np.isfinite(norm)
     for name, values in run.session.state().items():
         np.testing.assert_array_equal(values, before[name])
     run.session.loss_scale = 2.0**8
-    run.session.accumulate(run.session.inputs(work[0], 2))
+    run.session.accumulate(run.session.inputs_of(work[0], 2))
     again, norm = run.session.update(hyper(1, run.session.loss_scale))
     assert again == loss and np.isfinite(norm)
     assert (run.session.state()["param"] != before["param"]).any()

@@ -89,7 +89,7 @@ def test_a_pass_that_is_larger_than_planned_is_refused(too_many: str, model: Mod
         rows = np.zeros(65, np.int32)
         work = replace(work, target_row=rows, target=rows)
     with pytest.raises(PlanError, match=rf"^A part of 65 .* does not lie inside {too_many}\["):
-        run.session.inputs(work, 1)
+        run.session.inputs_of(work, 1)
 
 
 def test_the_arena_is_close_to_what_is_alive(model: Model) -> None:

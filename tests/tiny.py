@@ -176,7 +176,7 @@ class Run:
         self.memory.write(loss, np.zeros(1))
         self.memory.write(self.trainable.grad, np.zeros(self.trainable.size))
         for work in passes:
-            self.session.accumulate(self.session.inputs(work, update))
+            self.session.accumulate(self.session.inputs_of(work, update))
         total = float(self.memory.read(loss)[0])
         self.memory.write(loss, np.zeros(1))
         return total, self.memory.read(self.trainable.grad)
@@ -196,7 +196,7 @@ class Run:
 
     def poison(self) -> None:
         """NaN in every temp and between them; indices that point nowhere in the inputs, beyond what
-        a pass puts there."""
+        later passes put there."""
         for buffer in self.planned.accumulate.layout.places:
             if buffer.kind is Kind.TEMP:
                 self.memory.write(buffer, np.full(buffer.shape, np.nan))

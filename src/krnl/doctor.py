@@ -216,7 +216,7 @@ def one_step(model: Model, backend: Backend, activation: DType) -> np.ndarray:
     session = Session(planned, model, modules, backend, seed=0)
     session.loss_scale = initial_scale(activation).value
     work = random_pass(model.config.vocab_size, LIVE, documents=2, labelled=0.5)
-    session.accumulate(session.inputs(work, 1))
+    session.accumulate(session.inputs_of(work, 1))
     gradients = session.gradients()
     return np.concatenate([part.ravel() for pair in gradients.values() for part in pair]).astype(
         np.float64

@@ -113,7 +113,7 @@ def profile_run(
     planned = budgeted.training
     work = random_pass(model.config.vocab_size, config.tokens, documents, labelled)
     session = Session(planned, model, modules, backend, config.seed)
-    inputs = session.inputs(work, 1)
+    inputs = session.inputs_of(work, 1)
     dispatches = planned.accumulate.dispatches
     runs: list[list[float]] = []
     roofs: list[Roof] = []

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ def machine(backend: Backend) -> Machine:
     return Machine(
         backend.name,
         device_name(backend),
-        platform.platform(),
+        _system(),
         driver(backend),
         __version__,
         kernel_hash(backend),
@@ -122,6 +123,13 @@ def _kernel_files(backend: Backend) -> list[Path]:
         return [library_path(backend.isa)]
     folder = Path(krnl.kernels.__file__).parent / backend.name
     return sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
+
+
+def _system() -> str:
+    """As Python calls it; of the kernel's release two numbers, without the name of a build."""
+    release = platform.release()
+    numbers = re.match(r"\d+\.\d+", release)
+    return platform.platform().replace(release, numbers[0] if numbers else release)
 
 
 def _processor() -> str:

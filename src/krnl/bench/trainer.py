@@ -139,7 +139,7 @@ def training_step(
     allocated = sum(block.nbytes for block in blocks if not block.host)
     targets = sum(len(work.target) for work in passes)
     updates = 0
-    ahead = [session.inputs(work, 1) for work in passes]  # of the next update
+    ahead = [session.inputs_of(work, 1) for work in passes]  # of the next update
 
     def step() -> Update:
         nonlocal updates, ahead
@@ -148,7 +148,7 @@ def training_step(
         for inputs in ahead:
             session.accumulate(inputs)
         # While the device computes, as in training.
-        ahead = [session.inputs(work, updates + 1) for work in passes]
+        ahead = [session.inputs_of(work, updates + 1) for work in passes]
         mean = 1 / (targets * session.loss_scale)
         loss, norm = session.update(hyper(updates, RATE, BETAS, EPS, WEIGHT_DECAY, CLIP, mean))
         seconds = time.perf_counter() - start

@@ -192,7 +192,7 @@ class Run:
         scale = self.session.loss_scale = self.scale.value
         for inputs in batch.inputs:
             self.session.accumulate(inputs)
-        # While the device computes.
+        # A GPU computes meanwhile.
         self.ahead = self._batch(step + 1) if step < len(self.order) else None
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         c = self.config
@@ -245,7 +245,7 @@ class Run:
         """The rows of an update, ready for the device."""
         rows = self.order[step - 1]
         passes = pack([self.data.train[row] for row in rows], self.config.tokens)
-        return Batch(len(rows), passes, [self.session.inputs(work, step) for work in passes])
+        return Batch(len(rows), passes, [self.session.inputs_of(work, step) for work in passes])
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
         """The update was not applied, so the adapter is still the last good one."""

@@ -82,7 +82,8 @@ class Session:
         self._chunk = planned.programs.chunk
         self._seed = seed
         self._memory: Memory = backend.allocate(planned.accumulate.layout)
-        self._blank = np.zeros(self._inputs.whole.size, np.int32)  # beyond what a pass needs
+        # What inputs hold where a pass puts nothing.
+        self._blank = np.zeros(self._inputs.whole.size, np.int32)
         self._loss_scale = 0.0  # never written yet
         self.loss_scale = 1.0
         model.fill(planned.decoder.weights, self._memory)
@@ -106,7 +107,7 @@ class Session:
             self._memory.write(self._inputs.loss_scale, np.array([value]))
 
     def accumulate(self, inputs: np.ndarray) -> None:
-        """Adds a pass to the sums, `inputs` being what this session's `inputs` made of it."""
+        """Adds a pass to the sums; `inputs` are what `inputs_of` made of it."""
         self._memory.write(self._inputs.whole, inputs)
         self._accumulate.run()
 
@@ -133,7 +134,7 @@ class Session:
         loss = self._planned.programs.loss
         total = 0.0
         for work in passes:
-            self._memory.write(self._inputs.whole, self.inputs(work, 0))
+            self._memory.write(self._inputs.whole, self.inputs_of(work, 0))
             self._evaluate.run()
             total += float(self._memory.read(loss)[0])
             self._memory.write(loss, np.zeros(1))
@@ -166,10 +167,10 @@ class Session:
         ):
             self._memory.write(buffer, values)
 
-    def inputs(self, work: Pass, update: int) -> np.ndarray:
-        """What the device is given of a pass of update number `update`, int32: all inputs side by
-        side. To be made while the device computes; what lies beyond live rows is never looked
-        at."""
+    def inputs_of(self, work: Pass, update: int) -> np.ndarray:
+        """What the device is given of a pass, int32 [size of Inputs.whole]: each value where its
+        buffer lies. To be made while the device computes. `update` counts from 1 and seeds dropout,
+        of which evaluation has none. Beyond live rows no kernel looks."""
         i, live, targets = self._inputs, work.live, len(work.target)
         rows = np.arange(live)
         slot = np.full(live, -1)

@@ -16,7 +16,8 @@
 #include "staging.h"
 
 constexpr int kWarpRows = 16, kConsumerRows = 64;
-constexpr int kKeys = 128;  // of a tile
+// Tiles that pass by: their rows, and how many of each of two matrices are in shared memory.
+constexpr int kKeys = 128, kKeyStages = 2, kQueries = 64, kQueryStages = 4;
 constexpr int kForgetBarrier = 1, kTurnBarrier = 2;
 
 // Warpgroups that multiply: in the forward pass, small heads leave registers for three.
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads<kForwardConsumers<kWidth>>, 1)
                       const int32 *live, T *o, float *lse, const __grid_constant__ Shape shape, int32 beside) {
   constexpr int kConsumers = kForwardConsumers<kWidth>, kRows = kConsumers * kConsumerRows;
   using Rows = Ring<kRows, kWidth, 1, kConsumers>;
-  using Tiles = Ring<kKeys, kWidth, 2, kConsumers>;
+  using Tiles = Ring<kKeys, kWidth, kKeyStages, kConsumers>;
   extern __shared__ __align__(1024) uint8 shared[];  // 1,024 bytes is the period of the swizzle
   __shared__ uint64 barriers[Rows::kBarriers + 2 * Tiles::kBarriers];
   const Rows q = {shared, barriers};
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     attention_query_gradients(const __grid_constant__ GradientMaps maps, const float *terms, const int32 *start,
                               const int32 *live, T *dq, const __grid_constant__ Shape shape, int32 beside) {
   using Rows = Ring<kGradientRows, kWidth, 1, kGradientConsumers>;
-  using Tiles = Ring<kKeys, kWidth, 2, kGradientConsumers>;
+  using Tiles = Ring<kKeys, kWidth, kKeyStages, kGradientConsumers>;
   extern __shared__ __align__(1024) uint8 shared[];
   __shared__ uint64 barriers[2 * Rows::kBarriers + 2 * Tiles::kBarriers];
   const Rows q = {shared, barriers};
@@ -463,11 +464,10 @@ template <typename T, int kWidth, int kSplit>
 __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     attention_key_gradients(const __grid_constant__ GradientMaps maps, const float *terms, const int32 *start,
                             const int32 *live, T *dk, T *dv, const __grid_constant__ Shape shape, int32 beside) {
-  constexpr int kStages = 4, kQueries = 64;  // of a tile
   using Rows = Ring<kGradientRows, kWidth, 1, kGradientConsumers>;
-  using Tiles = Ring<kQueries, kWidth, kStages, kGradientConsumers>;
+  using Tiles = Ring<kQueries, kWidth, kQueryStages, kGradientConsumers>;
   extern __shared__ __align__(1024) uint8 shared[];
-  alignas(16) __shared__ float lse_tiles[kStages][kQueries], delta_tiles[kStages][kQueries];
+  alignas(16) __shared__ float lse_tiles[kQueryStages][kQueries], delta_tiles[kQueryStages][kQueries];
   __shared__ uint64 barriers[2 * Rows::kBarriers + 2 * Tiles::kBarriers];
   const Rows k = {shared, barriers};
   const Rows v = {k.tiles + Rows::kBytes, k.barriers + Rows::kBarriers};
@@ -502,13 +502,13 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
 
   if (threadIdx.x < kWarpgroup) {
     give_registers<fetch_registers(kGradientConsumers)>();
-    const auto fetch = [&](Tiles ring, const TensorMap &map, const float *terms, float (&tiles)[kStages][kQueries]) {
+    const auto fetch = [&](Tiles ring, const TensorMap &map, const float *terms, float (&tiles)[kQueryStages][kQueries]) {
 #pragma unroll 1  // registers are few
       for (int i = 0; i < count; i++) {
         const int head = key_head * group + (first_tile + i) / of_head;
         const int query = block_first + (first_tile + i) % of_head * kQueries;
         ring.fetch(i, &map, head * kWidth, query, sizeof(tiles[0]));
-        fetch_bytes(tiles[i % kStages], terms + head * rows + query, sizeof(tiles[0]), ring.full(i));
+        fetch_bytes(tiles[i % kQueryStages], terms + head * rows + query, sizeof(tiles[0]), ring.full(i));
       }
     };
     if (threadIdx.x == 0) fetch(q, maps.q, terms, lse_tiles);
@@ -553,7 +553,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
       const int column = threadIdx.x % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kQueries / 2; j += 4) {
-        const float2 lse = *reinterpret_cast<const float2 *>(&lse_tiles[i % kStages][j * 2 + column]);
+        const float2 lse = *reinterpret_cast<const float2 *>(&lse_tiles[i % kQueryStages][j * 2 + column]);
         p[j] = power_of_two(fmaf(p[j], scale, -lse.x)), p[j + 1] = power_of_two(fmaf(p[j + 1], scale, -lse.y));
         p[j + 2] = power_of_two(fmaf(p[j + 2], scale, -lse.x)), p[j + 3] = power_of_two(fmaf(p[j + 3], scale, -lse.y));
       }
@@ -564,7 +564,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
       pin(dp);
 #pragma unroll
       for (int j = 0; j < kQueries / 2; j += 4) {
-        const float2 delta = *reinterpret_cast<const float2 *>(&delta_tiles[i % kStages][j * 2 + column]);
+        const float2 delta = *reinterpret_cast<const float2 *>(&delta_tiles[i % kQueryStages][j * 2 + column]);
         dp[j] = p[j] * (dp[j] - delta.x), dp[j + 1] = p[j + 1] * (dp[j + 1] - delta.y);
         dp[j + 2] = p[j + 2] * (dp[j + 2] - delta.x), dp[j + 3] = p[j + 3] * (dp[j + 3] - delta.y);
       }

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 
 from krnl.dtypes import F32
-from krnl.kernels.cuda.target import CLUSTER_SIZES, Target, exchange_clocks
+from krnl.kernels.cuda.exchange import exchange_clocks
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
 from krnl.kernels.launch import Argument, Launch, TensorMap, pack, pieces
 from krnl.plan.buffer import Buffer
 from krnl.plan.step import Call
@@ -19,7 +20,9 @@ GRADIENT_ROWS = GRADIENT_WARPGROUPS * WARPGROUP_ROWS
 KEYS, KEY_STAGES = 128, 2
 QUERIES, QUERY_STAGES = 64, 4
 LANES_OF_ROW = 4  # kLanesOfRow
-TILE_CLOCKS = 28  # for each column of a head, of a tile of queries that passes by keys
+# For each column of a head, what a tile of queries takes that passes by a block of keys: fitted to
+# what an H200 took.
+TILE_CLOCKS = 28
 
 
 def fits(call: Call) -> bool:
@@ -45,23 +48,24 @@ def terms_bytes(call: Call) -> int:
 
 
 def key_splits(call: Call) -> list[int]:
-    """Blocks that may share a sum of dK and dV: each writes whole matrices of 16 columns."""
+    """How many blocks may share a sum of dK and dV: each writes whole matrices of 16 columns."""
     *_, d = next(call.reads()).shape
-    return [split for split in CLUSTER_SIZES if 2 * d // split % 16 == 0]
+    return [split for split in CLUSTER_SIZES if 2 * d % (16 * split) == 0]
 
 
 def key_split(call: Call, target: Target) -> int:
-    """Of these, those that take the fewest clocks, if all queries are one document's: the first
-    keys, which most queries see, take longest."""
+    """How many blocks share each sum of dK and dV: as many as take the fewest clocks, roughly, and
+    as if all queries were one document's. The first keys take most tiles, others on average half as
+    many."""
     _, q, k, *_ = call.reads()
     (n, h, d), g = q.shape, k.shape[1]
-    sums, longest = pieces(n, GRADIENT_ROWS) * g, h // max(g, 1) * pieces(n, QUERIES)
+    shared, most_tiles = pieces(n, GRADIENT_ROWS) * g, h // max(g, 1) * pieces(n, QUERIES)
 
     def clocks(split: int) -> float:
         at_once = target.clusters(split)
         exchange = exchange_clocks(2 * GRADIENT_ROWS * d, split)
-        tiles = max(longest / split, sums * longest / 2 / (at_once * split))
-        return tiles * TILE_CLOCKS * d + pieces(sums, at_once) * exchange
+        tiles = max(most_tiles / split, shared * most_tiles / 2 / (at_once * split))
+        return tiles * TILE_CLOCKS * d + pieces(shared, at_once) * exchange
 
     return min(key_splits(call), key=clocks)
 

@@ -2,15 +2,16 @@
 #pragma once
 #include "hopper.h"
 
-// The threads behind a block's first warpgroup, kThreads of them, have kCount sums each. All blocks' are added in fixed
-// order, and a block gets its part: those from rank · kCount / kSplit on. `exchange` has room for kCount floats of each
-// thread. What lay there must have been used by the time that a thread calls this; the threads of the first warpgroup
-// call share_nothing.
+// The threads behind a block's first warpgroup, kThreads of them, have kCount sums each. All blocks' are added in the
+// order of their ranks, and a block gets its part: those from rank · kCount / kSplit on. `exchange` lies at the same
+// place in all blocks, a multiple of 16 bytes, and has room for kCount floats of each thread. What lay there must have
+// been used by the time that a thread calls this; the threads of the first warpgroup call share_nothing.
 template <int kSplit, int kThreads, int kCount>
 __device__ __forceinline__ void share(const float (&sums)[kCount], float (&mine)[kCount / kSplit], void *exchange) {
   constexpr int kShare = kCount / kSplit;
+  static_assert(kCount % (4 * kSplit) == 0, "parts are whole vectors of four");
   const int thread = threadIdx.x - kWarpgroup, rank = cluster_rank();
-  float4 *const places = static_cast<float4 *>(exchange);  // [block][4 sums][thread]
+  float4 *const places = static_cast<float4 *>(exchange);  // [rank of the sender][four sums][thread]
   sync_cluster();
 #pragma unroll
   for (int peer = 0; peer < kSplit; peer++) {
@@ -33,6 +34,8 @@ __device__ __forceinline__ void share(const float (&sums)[kCount], float (&mine)
     }
   }
 }
+
+// Meets the others as often as share does.
 __device__ inline void share_nothing() {
   sync_cluster();
   sync_cluster();

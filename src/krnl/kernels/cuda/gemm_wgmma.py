@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from krnl.dtypes import BF16, F16
-from krnl.kernels.cuda.target import CLUSTER_SIZES, Target, exchange_clocks
+from krnl.kernels.cuda.exchange import exchange_clocks
+from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
 from krnl.kernels.launch import Launch, TensorMap, pack, pieces
 from krnl.kernels.products import (
     LAYOUTS,
@@ -27,13 +28,13 @@ MEMBERS = 3  # results that one launch computes side by side
 DEPTH, STRIP = 64, 64  # of a tile in K; what a swizzled row holds along M or N
 WARPGROUP = 128
 # What a multiprocessor does in a clock while all of them work, fitted to what an H200 took.
-MULTIPLIED = 0.9 * 2048  # pairs of elements
+MULTIPLIED = 0.9 * 2048  # multiplications, of 2,048 that its tensor cores could do
 FETCHED = 46  # bytes of operands, from the cache
 WRITTEN = 14  # bytes of results
 MOVED = 20  # bytes that come from the GPU's memory or go there: its part of what that moves
 STEP = 500  # clocks of a step, however small
-# Where memory is what all wait for, those tilings are best that are otherwise least busy: so much
-# of it counts.
+# Where memory is what all wait for, this share of what is done meanwhile counts: of several tilings
+# the one that is least busy is chosen.
 HIDDEN = 1 / 16
 SHARED_BYTES = 226 << 10  # of the 227 KiB that a block may have; barriers take the rest
 FEWEST_STAGES, MOST_STAGES = 3, 8
@@ -73,7 +74,7 @@ class Tiling:
         return self.rows * (2 * piece + 16)
 
     def stages(self, kind: int) -> int:
-        """Of the ring."""
+        """Tiles of both operands that the ring holds."""
         free = SHARED_BYTES - self.staging_bytes(kind)
         return min(MOST_STAGES, free // self.stage_bytes)
 

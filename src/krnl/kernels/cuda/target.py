@@ -10,22 +10,11 @@ CLUSTER_SIZES = (1, 2, 4, 8)  # blocks
 SEEN = {USUAL: {1: USUAL, 2: 66, 4: 30, 8: 15}}
 
 
-# Clocks until the blocks of a cluster have met twice, and bytes of sums that one takes in a clock
-# (fitted to what an H200 took).
-MEETINGS, EXCHANGED = 1000, 7
-
-
-def exchange_clocks(sums: int, split: int) -> float:
-    """What it takes until `split` blocks have added up `sums` floats that each of them has, and
-    each has its part."""
-    return MEETINGS + 4 * sums * (split - 1) / split / EXCHANGED if split > 1 else 0.0
-
-
 @dataclass(frozen=True)
 class Target:
     """A kind of GPU: its compute capability (80, 86, 90, 120, …) and how many multiprocessors it
-    has. How products are cut depends on both, and with it the order of sums: results are the same
-    bit for bit on GPUs of the same kind."""
+    has. How products, and sums of dK and dV, are cut depends on both, and with it the order of
+    what is added: results are the same bit for bit on GPUs of the same kind."""
 
     capability: int
     multiprocessors: int = USUAL
