@@ -61,7 +61,6 @@ def keys_shared_by(split: int) -> Table:
             GpuRow(
                 "attention_backward",
                 "attention_backward_wgmma",
-                when=lambda call: split in attention_wgmma.key_splits(call),
                 workspace=attention_wgmma.terms_bytes,
                 launches=lambda call, terms: attention_wgmma.backward(call, terms, split),
             )

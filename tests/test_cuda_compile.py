@@ -26,6 +26,7 @@ from krnl.bench.workloads import BlockShape
 from krnl.dtypes import BF16, F16, F32, DType
 from krnl.errors import BackendError
 from krnl.formats.peft import AdapterConfig
+from krnl.kernels.cuda.attention_wgmma import WIDTHS, key_splits
 from krnl.kernels.cuda.sources import libraries
 from krnl.kernels.cuda.table import table
 from krnl.kernels.cuda.target import Target
@@ -37,7 +38,7 @@ from krnl.models.training_programs import Recomputed
 from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Dispatch, lower
 from krnl.training.session import plan_training
-from op_bench import SIZES, WEIGHTS, chosen
+from op_bench import SIZES, WEIGHTS, chosen, keys_shared_by
 from op_cases import CASES, Case
 
 nvrtc: Any = pytest.importorskip(
@@ -109,6 +110,15 @@ def of_training(
         yield from program.dispatches
 
 
+def of_shared_keys() -> Iterator[Dispatch]:
+    """Attention's backward on Hopper with each number of blocks that may share a sum."""
+    case = next(case for case in CASES if case.op.name == "attention_backward")
+    for activation, d in product((BF16, F16), WIDTHS):
+        bench = chosen(case, {**SIZES["whole"], "d": d}, activation)
+        for split in key_splits(d):
+            yield from lower(bench.emit()[0].calls, keys_shared_by(split))
+
+
 def of_large_models(capability: int) -> Iterator[Dispatch]:
     """All that models of usual sizes train with, and in other types and ways what one does."""
     dropped = replace(ADAPTER, dropout=0.1)
@@ -126,6 +136,8 @@ def launches(capability: int) -> dict[Kernel, list[Launch]]:
     """Of everything above, by kernel; one for each packing of its parameters."""
     found: dict[tuple[Any, ...], Launch] = {}
     dispatches = [d for case in CASES for d in of_op(case, capability)]
+    if Target(capability).hopper:
+        dispatches += of_shared_keys()
     for dispatch in [*dispatches, *of_large_models(capability)]:
         for launch in launched(dispatch):
             kernel = Kernel.of(launch)

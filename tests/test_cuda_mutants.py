@@ -438,6 +438,8 @@ MUTANTS = [
         ("sums of nothing begin with anything",
          "float key_sums[kWidth / 2] = {}, value_sums[kWidth / 2] = {},",
          "float key_sums[kWidth / 2], value_sums[kWidth / 2],"),
+        ("blocks without tiles wait for no keys",
+         "    k.get(0);\n    v.get(0);", "    if (count > 0) k.get(0), v.get(0);"),
         ("the first warpgroup does not wait for the cluster",
          "if constexpr (kSplit > 1) share_nothing();", ""),
     ),

@@ -16,10 +16,11 @@ from cudasim.backend import HOPPER, OWN, SimulatedCudaBackend, enqueued
 from cudasim.device import BACKWARD, FORWARD
 from krnl.backends.cuda_compiler import Kernel
 from krnl.dtypes import BF16, F16, F32, DType
-from krnl.kernels.cuda import attention_wgmma, gemm_wgmma
+from krnl.kernels.cuda import gemm_wgmma
+from krnl.kernels.cuda.attention_wgmma import WIDTHS, key_splits
 from krnl.kernels.cuda.sources import libraries
 from krnl.kernels.cuda.table import table
-from krnl.kernels.cuda.target import CLUSTER_SIZES, Target
+from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import GpuRow, Launch
 from krnl.plan.arena import plan
 from krnl.plan.buffer import Buffer
@@ -199,15 +200,14 @@ def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
     assert made
 
 
-@pytest.mark.parametrize("split", CLUSTER_SIZES)
-@pytest.mark.parametrize("d", attention_wgmma.WIDTHS)
+@pytest.mark.parametrize(
+    ("d", "split"), [(d, split) for d in WIDTHS for split in key_splits(d)], ids=str
+)
 def test_every_split_of_gradients_of_keys_on_hopper(d: int, split: int) -> None:
     """In two orders of threads the same bits."""
     for n, h, g in KEYS_TO_SHARE:
         dims = {"n": n, "h": h, "g": g, "d": d}
         bench = Chosen(CASE["attention_backward"], BF16, dims, live=n - 3)
-        if split not in attention_wgmma.key_splits(bench.emit()[0].calls[0]):
-            continue
         kernels = keys_shared_by(split)
         bench.check(SimulatedCudaBackend(kernels=kernels, order=SHUFFLED))
         first = bench.run(SimulatedCudaBackend(kernels=kernels))

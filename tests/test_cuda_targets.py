@@ -62,6 +62,7 @@ def test_few_keys_have_their_sums_shared() -> None:
         (USUAL, 8192, 14, 2, 2),
         (USUAL, 8192, 32, 8, 1),
         (16, 512, 32, 8, 1),
+        (4, 2048, 32, 8, 1),  # no cluster that would not fit
     ):
         dims = {"n": tokens, "h": heads, "g": key_heads, "d": 64}
         call = Chosen(CASE["attention_backward"], BF16, dims).emit()[0].calls[0]

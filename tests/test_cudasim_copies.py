@@ -207,6 +207,32 @@ def test_bytes_that_are_no_box() -> None:
     fault("misaligned", body(statements.replace("(x, from,", "(x, from + 2,"), PARAMETERS), x, y)
 
 
+def test_what_nobody_waits_for_lands_last() -> None:
+    """In whichever order it was asked for: into memory that was taken for free."""
+    statements = """
+  __shared__ alignas(16) float x[2][16];
+  __shared__ uint64 full[2];
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) init_barrier(&full[i], 1);
+    fence_barrier_init();
+    for (int i = 0; i < 2; i++) {
+      arrive_and_expect(&full[i], 64);
+      fetch_bytes(x[i], from, 64, &full[i]);
+    }
+  }
+  __syncthreads();
+  wait(&full[AWAITED], 0);
+  if (threadIdx.x < 16) x[1 - AWAITED][threadIdx.x] = -1.0f;
+  __syncthreads();
+  wait(&full[1 - AWAITED], 0);
+  if (threadIdx.x < 16) y[threadIdx.x] = x[1 - AWAITED][threadIdx.x];"""
+    for order in (FORWARD, BACKWARD, 2):
+        for awaited in "01":
+            x, y = Array(np.arange(20, dtype=np.float32)), filled(16)
+            launch(body(statements.replace("AWAITED", awaited), PARAMETERS), x, y, order=order)
+            np.testing.assert_equal(y.values, np.arange(16))
+
+
 # A ring as the kernels have it: one warp fetches, a warpgroup reads.
 RING = """
   extern __shared__ __align__(1024) uint8 tiles[];

@@ -139,16 +139,17 @@ def training_step(
     allocated = sum(block.nbytes for block in blocks if not block.host)
     targets = sum(len(work.target) for work in passes)
     updates = 0
-    ahead = [session.inputs_of(work, 1) for work in passes]  # of the next update
+    first = session.inputs_of(passes[0], 1)  # of the next update
 
     def step() -> Update:
-        nonlocal updates, ahead
+        nonlocal updates, first
         updates += 1
         start = time.perf_counter()
-        for inputs in ahead:
-            session.accumulate(inputs)
+        session.accumulate(first)
+        for work in passes[1:]:
+            session.accumulate(session.inputs_of(work, updates))
         # While the device computes, as in training.
-        ahead = [session.inputs_of(work, updates + 1) for work in passes]
+        first = session.inputs_of(passes[0], updates + 1)
         mean = 1 / (targets * session.loss_scale)
         loss, norm = session.update(hyper(updates, RATE, BETAS, EPS, WEIGHT_DECAY, CLIP, mean))
         seconds = time.perf_counter() - start

@@ -105,11 +105,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
 @dataclass(frozen=True)
 class Batch:
     """What an update is over: how many rows, the passes that they are packed into, and what the
-    device is given of each."""
+    device is given of the first."""
 
     rows: int
     passes: list[Pass]
-    inputs: list[np.ndarray]
+    first: np.ndarray
 
 
 class Run:
@@ -190,9 +190,10 @@ class Run:
         batch = self.ahead or self._batch(step)
         passes = batch.passes
         scale = self.session.loss_scale = self.scale.value
-        for inputs in batch.inputs:
-            self.session.accumulate(inputs)
-        # A GPU computes meanwhile.
+        # While a GPU computes a pass, the inputs of the next are made, at last of the next update.
+        self.session.accumulate(batch.first)
+        for work in passes[1:]:
+            self.session.accumulate(self.session.inputs_of(work, step))
         self.ahead = self._batch(step + 1) if step < len(self.order) else None
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         c = self.config
@@ -245,7 +246,7 @@ class Run:
         """The rows of an update, ready for the device."""
         rows = self.order[step - 1]
         passes = pack([self.data.train[row] for row in rows], self.config.tokens)
-        return Batch(len(rows), passes, [self.session.inputs_of(work, step) for work in passes])
+        return Batch(len(rows), passes, self.session.inputs_of(passes[0], step))
 
     def _diverged(self, step: int, loss: float, norm: float) -> NoReturn:
         """The update was not applied, so the adapter is still the last good one."""

@@ -108,6 +108,7 @@ class Session:
 
     def accumulate(self, inputs: np.ndarray) -> None:
         """Adds a pass to the sums; `inputs` are what `inputs_of` made of it."""
+        assert inputs.shape == self._inputs.whole.shape
         self._memory.write(self._inputs.whole, inputs)
         self._accumulate.run()
 

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 #include "state.h"
 
 namespace cudasim {
@@ -67,12 +69,24 @@ static void send(const Fetch &fetch, u32 alignment) {
   cluster.fetches.push_back(fetch);
 }
 
-// In the order of their issue, or in the reverse order.
+static bool is_waited_for(const Fetch &fetch) {
+  return !barrier_at(*fetch.block, fetch.barrier, fetch.place).waiting.empty();
+}
+
+// In the order of their issue, or in the reverse order; but what nobody waits for comes last, when memory may be in
+// use for something else.
 bool land_one_fetch() {
-  if (cluster.fetches.empty()) return false;
-  const bool last = cluster.launch->order == 1;
-  const Fetch fetch = last ? cluster.fetches.back() : cluster.fetches.front();
-  last ? cluster.fetches.pop_back() : cluster.fetches.pop_front();
+  auto &fetches = cluster.fetches;
+  if (fetches.empty()) return false;
+  auto next = std::find_if(fetches.begin(), fetches.end(), is_waited_for);
+  if (cluster.launch->order == 1) {
+    const auto found = std::find_if(fetches.rbegin(), fetches.rend(), is_waited_for);
+    next = found == fetches.rend() ? fetches.end() - 1 : found.base() - 1;
+  } else if (next == fetches.end()) {
+    next = fetches.begin();
+  }
+  const Fetch fetch = *next;
+  fetches.erase(next);
   land(fetch);
   return true;
 }

@@ -530,6 +530,7 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     uint32 p_operand[kQueries / 16][4], ds_operand[kQueries / 16][4];
     pin(key_sums);
     pin(value_sums);
+    // Blocks without tiles wait too: peers store sums where these land.
     k.get(0);
     v.get(0);
     int query = block_first + first_tile % of_head * kQueries;
@@ -585,6 +586,8 @@ __global__ void __launch_bounds__(kThreads<kGradientConsumers>, 1)
     } else {
       // Blocks of the first half write dk, each some columns.
       constexpr int kHalf = kSplit / 2, kColumns = kWidth / kHalf;
+      static_assert(kColumns % 16 == 0, "a block writes whole matrices");
+      static_assert(kWidth * kGradientConsumers * kWarpgroup * 4 <= 2 * (Rows::kBytes + Tiles::kBytes), "there is room");
       const bool keys = rank < kHalf;
       const float scale = keys ? shape.scale : 1.0f, scales[2] = {scale, scale};
       float sums[kWidth], mine[kWidth / kSplit];

@@ -47,9 +47,9 @@ def terms_bytes(call: Call) -> int:
     return 2 * h * pieces(n, GRADIENT_ROWS) * GRADIENT_ROWS * F32.size
 
 
-def key_splits(call: Call) -> list[int]:
-    """How many blocks may share a sum of dK and dV: each writes whole matrices of 16 columns."""
-    *_, d = next(call.reads()).shape
+def key_splits(d: int) -> list[int]:
+    """How many blocks may share a sum of dK and dV, of heads of `d`: each writes whole matrices of
+    16 columns."""
     return [split for split in CLUSTER_SIZES if 2 * d % (16 * split) == 0]
 
 
@@ -67,7 +67,8 @@ def key_split(call: Call, target: Target) -> int:
         tiles = max(most_tiles / split, shared * most_tiles / 2 / (at_once * split))
         return tiles * TILE_CLOCKS * d + pieces(shared, at_once) * exchange
 
-    return min(key_splits(call), key=clocks)
+    possible = (split for split in key_splits(d) if split <= target.multiprocessors)
+    return min(possible, key=clocks)
 
 
 def backward(call: Call, terms: Buffer | None, split: int) -> list[Launch]:

@@ -208,8 +208,9 @@ class Job:
 
     def tiling(self, target: Target, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
         """Of these, the one that takes the fewest clocks."""
+        possible = (tiling for tiling in tilings if tiling.split <= target.multiprocessors)
         return min(
-            filter(self.allows, tilings),
+            filter(self.allows, possible),
             key=lambda tiling: tiling.clocks(self, target),
         )
 
