@@ -4,9 +4,10 @@
 
 The model has random weights. Launches of all its layers run one behind the other, each waiting for
 the one before: printed is one launch's part of the median replay, beside the clocks that
-Tiling.clocks estimates. 128×256/2 are tiles of 128 rows and 256 columns that two blocks share; + is
-a tiling that hands over. Products that gemm_wgmma does not make are left out, and tilings whose
-estimate is hopeless. The first run compiles some hundreds of kernels.
+Tiling.clocks estimates. No gate watches and nobody rests: trust the order. 128×256/2 are tiles of
+128 rows and 256 columns that two blocks share; + is a tiling that hands over. Products that
+gemm_wgmma does not make are left out, and tilings whose estimate is hopeless. The first run
+compiles some hundreds of kernels.
 """
 
 import argparse
@@ -73,8 +74,8 @@ def alike(program: Plan) -> dict[tuple[str, int, int], list[Job]]:
     found: dict[tuple[str, int, int], list[Job]] = {}
     for dispatch in program.dispatches:
         op, kernel = dispatch.call.op.name, dispatch.row.name
-        made = op.startswith("lora_") and kernel.endswith("_wgmma")
-        for job in jobs(dispatch.call)[0] if made else []:
+        by_wgmma = op.startswith("lora_") and kernel.endswith("_wgmma")
+        for job in jobs(dispatch.call)[0] if by_wgmma else []:
             columns = " + ".join(str(member.columns) for member in job.members)
             what = f"{op} {job.first.layout}, {job.first.rows} × {columns}, {job.steps} steps"
             found.setdefault((what, job.written_bytes, job.moved_bytes), []).append(job)
@@ -85,13 +86,7 @@ def microseconds(launcher: Launcher, launches: list[Launch], memory: CudaMemory)
     """Of one of them, in the median replay of a graph; the first is nobody's time."""
     bound = [launcher.bind(launch, memory, beside=False) for launch in launches]
     gpu, (start, end), times = launcher.gpu, launcher.marks(2), []
-    mode = gpu.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    gpu("cuStreamBeginCapture", gpu.stream, mode)
-    for launch in islice(cycle(bound), LAUNCHES):
-        launcher.launch(launch)
-    drawn = gpu("cuStreamEndCapture", gpu.stream)
-    graph = gpu("cuGraphInstantiate", drawn, 0)
-    gpu("cuGraphDestroy", drawn)
+    graph = launcher.graph_of(islice(cycle(bound), LAUNCHES))
     for _ in range(1 + REPLAYS):
         gpu("cuEventRecord", start, gpu.stream)
         gpu("cuGraphLaunch", graph, gpu.stream)
@@ -159,7 +154,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--layers", type=int, help="instead of as many as the model has")
-    parser.add_argument("--json", metavar="FILE", help="for all timings and what estimates take")
+    parser.add_argument(
+        "--json", metavar="FILE", help="for all timings, and what estimates are made of"
+    )
     try:
         run(parser.parse_args())
     except KrnlError as error:

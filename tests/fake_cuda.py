@@ -134,7 +134,7 @@ class FakeDriver:
         known = {
             "CAPABILITY_MAJOR": major,
             "CAPABILITY_MINOR": minor,
-            "BLOCK_OPTIN": 99 << 10,
+            "BLOCK_OPTIN": (227 if self.capability == 90 else 99) << 10,
             "MULTIPROCESSOR_COUNT": self.multiprocessors,
         }
         return next(value for end, value in known.items() if attribute.name.endswith(end))

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from krnl.backends.cuda_memory import CudaMemory, Staging
 from krnl.backends.cuda_overlap import beside
 from krnl.backends.cuda_roof import measure
 from krnl.dtypes import BF16, F16, F32
-from krnl.errors import ConfigError, KrnlError
+from krnl.errors import ConfigError
 from krnl.kernels.cuda.table import table
 from krnl.kernels.cuda.target import Target
 from krnl.kernels.launch import launches
@@ -153,25 +152,10 @@ class CudaProgram:
 
     def _capture(self) -> Any:
         """The graph of all launches, on the GPU and ready to run."""
-        gpu = self._gpu
-        # Whatever else the process does meanwhile has nothing to do with it.
-        mode = gpu.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        gpu("cuStreamBeginCapture", gpu.stream, mode)
-        try:
-            for dispatch in self._dispatches:
-                for launch in dispatch.launches:
-                    self._launcher.launch(launch)
-        except KrnlError:
-            with suppress(KrnlError):  # the reason is the one above
-                gpu("cuStreamEndCapture", gpu.stream)
-            raise
-        drawn = gpu("cuStreamEndCapture", gpu.stream)
-        try:
-            graph = gpu("cuGraphInstantiate", drawn, 0)
-        finally:
-            gpu("cuGraphDestroy", drawn)
-        gpu.on_end(self, "cuGraphExecDestroy", graph)
-        gpu("cuGraphUpload", graph, gpu.stream)
+        launches = [launch for dispatch in self._dispatches for launch in dispatch.launches]
+        graph = self._launcher.graph_of(launches)
+        self._gpu.on_end(self, "cuGraphExecDestroy", graph)
+        self._gpu("cuGraphUpload", graph, self._gpu.stream)
         return graph
 
 

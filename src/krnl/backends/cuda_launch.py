@@ -1,8 +1,8 @@
 """Launches on an NVIDIA GPU: kernels compiled and loaded, parameters packed as they take them."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from krnl.backends.cuda_compiler import Compiler, Kernel, architecture
 from krnl.backends.cuda_driver import Gpu
 from krnl.backends.cuda_memory import CudaMemory
 from krnl.dtypes import BF16, F16, F32, DType
-from krnl.errors import BackendError
+from krnl.errors import BackendError, KrnlError
 from krnl.formats.files import cache_folder
 from krnl.kernels.launch import Argument, Launch, TensorMap
 from krnl.plan.buffer import Buffer
@@ -97,6 +97,25 @@ class Launcher:
         config.attrs, config.numAttrs = attributes, len(attributes)
         with naming(Kernel.of(launch)):
             self.gpu("cuLaunchKernelEx", config, bound.function, bound.pointers, 0)
+
+    def graph_of(self, launches: Iterable[BoundLaunch]) -> Any:
+        """A graph that enqueues them one after the other. It is the caller's to destroy."""
+        gpu = self.gpu
+        # Whatever else the process does meanwhile has nothing to do with it.
+        mode = gpu.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        gpu("cuStreamBeginCapture", gpu.stream, mode)
+        try:
+            for launch in launches:
+                self.launch(launch)
+        except KrnlError:
+            with suppress(KrnlError):  # the reason is the one above
+                gpu("cuStreamEndCapture", gpu.stream)
+            raise
+        drawn = gpu("cuStreamEndCapture", gpu.stream)
+        try:
+            return gpu("cuGraphInstantiate", drawn, 0)
+        finally:
+            gpu("cuGraphDestroy", drawn)
 
     def marks(self, count: int) -> list[Any]:
         """Events that note the time, to be used again and again."""
