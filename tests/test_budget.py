@@ -262,8 +262,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process takes the same each time, so that single layers count."""
+    """The process takes the same each time, and the picture nothing, so that single layers
+    count."""
     monkeypatch.setattr(krnl.training.memory, "_resident", lambda: 2**26)
+    monkeypatch.setattr(krnl.training.memory, "DRAWING", 0)
 
 
 def bytes_of(config: TrainConfig, recompute: Recompute) -> int:

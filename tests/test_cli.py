@@ -278,6 +278,12 @@ OTHERS: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     ),
     "no share": (lambda p: ["generate", str(p.model), "a", "--top-p", "0"], r"top_p is 0"),
     "a seed": (lambda p: ["generate", str(p.model), "a", "--seed", "-1"], r"seed is -1"),
+    "a share of nothing": (
+        lambda p: ["generate", str(p.model), "a", "--top-p", "0.5"], r"top_p concerns sampling"
+    ),
+    "a seed for nothing": (
+        lambda p: ["generate", str(p.model), "a", "--seed", "7"], r"seed concerns sampling"
+    ),
     "another's adapter": (
         lambda p: ["generate", str(p.model), "a", "--adapter", str(p.adapter)], r"q_proj.*99"
     ),

@@ -89,6 +89,24 @@ def test_peak_of_a_run_within_a_limit(tmp_path, model, data):
     assert weights[0] == weights[1]
 
 
+def test_peak_of_a_run_that_takes_less_than_its_picture(tmp_path, data):
+    model = write_chat_model(tmp_path / "model")
+    words = ["train", "--model", model, "--data", data, "--out", tmp_path / "out"]
+    words += ["--tokens", 64, "--batch-size", 1, "--steps", 50]
+    ended = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, words)],
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    code, peak = map(int, ended.stdout.splitlines()[-1].split())
+    assert code == 0, ended.stderr
+    said = re.search(r"at\s+most\s+([\d.]+)\s+(MiB|GiB)", ended.stdout)
+    assert said, ended.stdout
+    announced = megabytes(*said.groups())
+    print(f"\ntrain said {announced / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
+    assert abs(peak - announced) <= TOLERANCE * announced
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -279,7 +279,7 @@ def test_a_resumed_run_keeps_its_data(tmp_path, model, data, whole):
     given = {**EVERYTHING, "resume": True}
     run(settings(model, other, out, **given))  # the same rows in another place
     (other / "train.jsonl").write_text(text.replace("black", "silver"))
-    with pytest.raises(ConfigError, match=r"^data_sha256 is "):
+    with pytest.raises(ConfigError, match=r"^The training data is not what"):
         run(settings(model, other, out, **given))
 
 

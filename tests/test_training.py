@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,24 @@ def test_rows_are_packed_while_the_device_computes(tmp_path, model, data, monkey
     kept = [x for i, x in enumerate(happened) if x != a or happened[i - 1] != a]
     assert kept == [b, *[a, b, u] * 6, a, u]
     assert timeless(tmp_path / "out") == timeless(tmp_path / "before")
+
+
+def test_inputs_of_two_passes_at_most_are_there_at_once(tmp_path, model, data, monkeypatch):
+    """However many passes an update has: no plan counts them."""
+    made: list[weakref.ref[np.ndarray]] = []
+    most = 0
+    original = Session.inputs_of
+
+    def counted(*arguments: Any) -> np.ndarray:
+        nonlocal most
+        inputs = original(*arguments)
+        made.append(weakref.ref(inputs))
+        most = max(most, sum(there() is not None for there in made))
+        return inputs
+
+    monkeypatch.setattr(Session, "inputs_of", counted)
+    run(settings(model, data, tmp_path / "out", steps=3, batch_size=10, tokens=20, max_length=20))
+    assert len(made) >= 15 and most <= 2
 
 
 def test_steps_may_end_in_the_middle_of_an_epoch(tmp_path, model, data):
@@ -365,6 +384,53 @@ def test_no_file_is_replaced_unasked(tmp_path, model, data, name):
     with pytest.raises(ConfigError, match=f"holds an earlier run .{name}"):
         run(settings(model, data, tmp_path, steps=1))
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_is_read_is_never_written_over(tmp_path, model, data):
+    """Nor is a folder written into that is read: its next reader would find other files there."""
+    rows = json.dumps(
+        [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("train.json", "metrics.jsonl"):
+        (out / name).write_text(rows)
+        for given in (out / name, out, Path(f"{out}/../out")):
+            for more in ({}, {"overwrite": True}):
+                with pytest.raises(ConfigError, match=r"^data is .*, and out is .* write over"):
+                    run(settings(model, given, out, steps=1, **more))
+        assert (out / name).read_text() == rows
+        with pytest.raises(ConfigError, match=r"^valid is "):
+            run(settings(model, data, out, steps=1, valid=str(out / name), overwrite=True))
+        (out / name).unlink()
+    (out / "rows.json").write_text(rows)
+    run(settings(model, out / "rows.json", out, steps=1))
+    adapter = adapter_bytes(out)
+    for more in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(ConfigError, match=r"^init_adapter is "):
+            run(settings(model, data, out, steps=1, init_adapter=str(out), **more))
+    assert adapter_bytes(out) == adapter
+    assert (out / "rows.json").read_text() == rows
+
+
+def test_an_empty_log_is_no_earlier_run(tmp_path, model, data):
+    """A full disk leaves one."""
+    (tmp_path / "metrics.jsonl").touch()
+    run(settings(model, data, tmp_path, steps=1))
+    assert len(updates(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("warmup", "noted"), [(1, False), (2, True), (9, True)])
+def test_a_rate_that_never_comes_to_its_peak_is_told(tmp_path, model, data, capsys, warmup, noted):
+    train(settings(model, data, tmp_path / "out", steps=2, warmup=warmup), Console(width=200))
+    assert ("note: the learning rate rises over" in capsys.readouterr().out) == noted
+
+
+def test_one_is_no_plural(tmp_path, model, data, capsys):
+    config = settings(model, data, tmp_path / "out", steps=1, batch_size=1)
+    result = train(config, Console(width=200))
+    assert "1 update of up to 1 row\n" in capsys.readouterr().out
+    assert result is not None and result.describe().startswith("1 update in ")
 
 
 def test_rows_without_targets_are_left_out_and_counted(tmp_path, model, capsys):

@@ -29,6 +29,9 @@ def answer(options: GenerateOptions) -> None:
     if options.raw and options.prompt is None:
         raise ConfigError("raw concerns a prompt, and --messages are conversations.")
     sampling = Sampling(options.temperature, options.top_p, options.seed)
+    for name in ("top_p", "seed"):
+        if options.temperature == 0 and getattr(sampling, name) != getattr(Sampling(), name):
+            raise ConfigError(f"{name} concerns sampling; give a temperature above 0 too.")
     model = Model.open(options.model)
     adapter = None if options.adapter is None else model.read_adapter(user_path(options.adapter))
     if options.prompt is not None:

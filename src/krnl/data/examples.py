@@ -76,9 +76,10 @@ class Report:
         """The lines a run prints before its first step; `live_share` is what packing achieves."""
         cut = f"{self.rows_cut:,}"
         if self.rows_cut:
+            enough = self.suggested_max_length
             cut += (
-                f", {self.tokens_cut:,} tokens lost"
-                f" (--max-length {self.suggested_max_length} would cut none)"
+                f", {self.tokens_cut:,} tokens lost (--max-length {enough}, with as many --tokens "
+                "or more, would cut none)"
             )
         share = self.target_tokens / max(1, self.tokens)
         without = f"{self.rows_without_target:,}"

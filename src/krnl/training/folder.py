@@ -14,7 +14,7 @@ from krnl.data.examples import Examples
 from krnl.data.packing import Pass
 from krnl.errors import ConfigError, FormatError
 from krnl.formats import resume
-from krnl.formats.files import remove_leftovers
+from krnl.formats.files import remove_leftovers, user_path
 from krnl.formats.peft import CONFIG as ADAPTER_CONFIG
 from krnl.formats.peft import WEIGHTS, AdapterConfig
 from krnl.model import Model
@@ -23,7 +23,10 @@ from krnl.training.metrics import METRICS, PICTURE
 
 CHECKPOINTS = "checkpoints"
 SAVED_CONFIG = "train.json"
+OUTPUTS = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)  # what tells of an earlier run
 
+# What is compared by a digest, and what it is of.
+DIGESTS = {"data_sha256": "training data", "valid_sha256": "validation data"}
 # Settings that say how a command runs, not what the run is.
 MANNER = {"resume", "overwrite", "show"}
 # Settings that may differ between a run and its resumption: they change no number. Of files, what
@@ -61,6 +64,19 @@ def identity(
     }
 
 
+def check_apart(config: TrainConfig) -> None:
+    """ConfigError if the run would write into a folder that it reads from, or over such a file."""
+    out = user_path(config.out)
+    written = [out, *(out / name for name in (*OUTPUTS, SAVED_CONFIG))]
+    for name in ("data", "valid", "init_adapter"):
+        given = getattr(config, name)
+        if given and any(_same(user_path(given), path) for path in written):
+            raise ConfigError(
+                f"{name} is {given}, and out is {config.out}: the run would write over what it "
+                "reads. Give another --out."
+            )
+
+
 @contextmanager
 def held(out: Path) -> Iterator[None]:
     """Makes the folder and keeps other runs out of it; leaves no empty one behind. ConfigError if a
@@ -91,8 +107,7 @@ def held(out: Path) -> Iterator[None]:
 def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Saved | None:
     """Makes sure that no earlier run is mixed with this one. Returns the checkpoint to go on from
     when resuming; ConfigError if the folder is not free, or its run is another one."""
-    outputs = (ADAPTER_CONFIG, WEIGHTS, METRICS, PICTURE, CHECKPOINTS)
-    left = [name for name in outputs if (out / name).exists()]
+    left = [name for name in OUTPUTS if (out / name).exists() and not _is_empty_log(out / name)]
     saved = None
     if config.resume:
         saved = _checkpoint(out, run, bool(left))
@@ -103,7 +118,7 @@ def claim(out: Path, config: TrainConfig, run: Mapping[str, Any]) -> resume.Save
         )
     else:
         _remove(out / name for name in left)
-    remove_leftovers(out, (*outputs, SAVED_CONFIG))
+    remove_leftovers(out, (*OUTPUTS, SAVED_CONFIG))
     return saved
 
 
@@ -116,11 +131,12 @@ def _checkpoint(out: Path, run: Mapping[str, Any], used: bool) -> resume.Saved:
         )
     for name, value in run.items():
         before = saved.numbers.get("run", {}).get(name)
-        if not resume.same_json(before, value):
-            raise ConfigError(
-                f"{name} is {value!r}, but the run in {out} was started with {before!r}. A resumed "
-                "run keeps its settings and data."
-            )
+        if resume.same_json(before, value):
+            continue
+        differs = f"{name} is {value!r}, but the run in {out} was started with {before!r}."
+        if name in DIGESTS:
+            differs = f"The {DIGESTS[name]} is not what the run in {out} was started with."
+        raise ConfigError(f"{differs} A resumed run keeps its settings and data.")
     return saved
 
 
@@ -132,6 +148,19 @@ def _remove(paths: Iterable[Path]) -> None:
         raise FormatError(
             f"{error.filename} cannot be removed: {error.strerror or error}."
         ) from error
+
+
+def _is_empty_log(path: Path) -> bool:
+    """As a run leaves it for which the disk was full."""
+    return path.name == METRICS and path.is_file() and path.stat().st_size == 0
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Whether both are there, and one file or folder."""
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 def _sha256(arrays: Iterable[Any]) -> str:

@@ -50,7 +50,8 @@ class Result:
     def describe(self) -> str:
         """The lines that end a run."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        lines = [f"{self.updates:,} updates in {self.seconds:.1f} s, {rate:,.0f} tokens/s"]
+        took = f"{self.seconds:.1f} s, {rate:,.0f} tokens/s"
+        lines = [f"{_count(self.updates, 'update')} in {took}"]
         if self.skipped:
             lines.append(f"{self.skipped:,} of them skipped, as their gradients overflowed fp16")
         if None not in (self.first_val_loss, self.best_val_loss, self.last_val_loss):
@@ -87,6 +88,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Result | None:
     is wrong with settings, data or model, and Interrupted after Ctrl-C."""
     console = console or Console(stderr=True, markup=False)
     config.check()
+    folder.check_apart(config)
     model = Model.open(config.model)
     data = load_data(config, model)
     if config.show:
@@ -187,15 +189,16 @@ class Run:
         """One update: its rows in as many passes as they need, then the optimizer."""
         start = time.perf_counter()
         step = self.progress.step + 1
-        batch = self.ahead or self._batch(step)
-        passes = batch.passes
+        batch, self.ahead = self.ahead or self._batch(step), None
+        rows, passes = batch.rows, batch.passes
+        tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         scale = self.session.loss_scale = self.scale.value
         # While a GPU computes a pass, the inputs of the next are made, at last of the next update.
         self.session.accumulate(batch.first)
         for work in passes[1:]:
             self.session.accumulate(self.session.inputs_of(work, step))
+        del batch, passes  # before as much is made again
         self.ahead = self._batch(step + 1) if step < len(self.order) else None
-        tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         c = self.config
         lr = learning_rate(step, len(self.order), c.lr, c.warmup, c.schedule)
         # AdamW corrects the bias of its moments, in which skipped updates have no part.
@@ -218,7 +221,7 @@ class Run:
             lr=lr,
             grad_norm=norm,
             **scaling,
-            rows=batch.rows,
+            rows=rows,
             tokens=tokens,
             target_tokens=targets,
             tokens_per_s=tokens / seconds,
@@ -342,7 +345,8 @@ class Run:
             f"{linear_layers(len(modules))}, {trained:,} trained parameters, at most "
             f"{gib(self.plan.use.total)} of memory\n"
             + (f"{again}\n" if (again := self.plan.recomputed) else "")
-            + f"{len(self.order):,} updates of up to {self.config.batch_size:,} rows\n"
+            + f"{_count(len(self.order), 'update')} of up to "
+            + f"{_count(max(len(rows) for rows in updates), 'row')}\n"
             + self.data.train.report.describe(
                 live_share(work for passes in epoch for work in passes)
             ),
@@ -364,12 +368,22 @@ class Run:
                 f"--max-length {known} would cut them",
                 soft_wrap=True,
             )
+        if c.warmup >= len(self.order):
+            self.console.print(
+                f"note: the learning rate rises over {_count(c.warmup, 'update')}, so it never "
+                f"comes to {c.lr:g}",
+                soft_wrap=True,
+            )
         if not self.adapter.uniform(modules):
             self.console.print(
                 "note: vLLM reads rank and alpha alone; with rank_pattern or alpha_pattern it "
                 "would scale this adapter wrongly",
                 soft_wrap=True,
             )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _perplexity(loss: float) -> float:

@@ -1,11 +1,14 @@
 """Where the memory of a training run goes, known before the first step."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from krnl.backends.base import Backend, Paper
 from krnl.plan.buffer import Kind
 from krnl.training.session import TrainingPlan
+
+# What drawing the losses takes when training has given its memory back: most of it is code.
+DRAWING = 40 << 20
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class MemoryUse:
     # What the host holds, which counts where it has the device's memory in common:
     saving: int  # copies of parameters and moments while a checkpoint is written
     process: int  # Python, its libraries and the data, as resident now
+    drawing: int  # of the picture at the end, where that is more than all but the process
     hosted: int  # weights that a device with memory of its own reads in the host's; in no sum
 
     @property
@@ -43,6 +47,7 @@ class MemoryUse:
             "engine scratch": self.engine,
             "copies for a checkpoint": self.saving,
             "Python and data": self.process,
+            "drawing the losses, beyond the rest": self.drawing,
         }
 
 
@@ -53,7 +58,7 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
     saved = min(planned.accumulate.saved, arena)
     copies = sum(b.nbytes for b in (trainable.param, trainable.first, trainable.second))
     apart = backend.limits.own_memory
-    return MemoryUse(
+    use = MemoryUse(
         mapped=layout.mapped,
         held=layout.reserved(Kind.WEIGHT),
         adapter=layout.reserved(Kind.STATE),
@@ -64,8 +69,11 @@ def memory_use(planned: TrainingPlan, backend: Backend | Paper) -> MemoryUse:
         engine=backend.limits.scratch,
         saving=0 if apart else copies,
         process=0 if apart else _resident(),
+        drawing=0,
         hosted=layout.hosted,
     )
+    rest = use.total - use.process
+    return use if apart else replace(use, drawing=max(0, DRAWING - rest))
 
 
 def gib(nbytes: float) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,11 @@ class Metrics:
             self._file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file, one at a time."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
 
 
 def draw(folder: Path) -> Path:
@@ -81,11 +83,12 @@ def draw(folder: Path) -> Path:
     loss, rate."""
     from matplotlib.figure import Figure
 
-    lines = read(folder / METRICS)
-    train = [
-        (m["step"], m["loss"], m["lr"]) for m in lines if "loss" in m and m["loss"] is not None
-    ]
-    valid = [(m["step"], m["val_loss"]) for m in lines if m.get("val_loss") is not None]
+    train, valid = [], []
+    for m in read(folder / METRICS):
+        if m.get("loss") is not None:
+            train.append((m["step"], m["loss"], m["lr"]))
+        if m.get("val_loss") is not None:
+            valid.append((m["step"], m["val_loss"]))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     if train:
