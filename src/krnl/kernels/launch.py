@@ -83,15 +83,15 @@ def pack(form: str, *values: int | float) -> bytes:
 
 
 def launches(dispatch: Dispatch) -> list[Launch]:
-    """What a dispatch enqueues: launches without groups, which do nothing, are left out, and
-    one that was independent of such a launch is not of the one before that. PlanError if there is
-    more of something than a kernel counts."""
+    """What a dispatch enqueues. Launches without groups, which do nothing, are left out; what was
+    `independent` of one of them waits for the launch before it, of which nothing was said.
+    PlanError if there is more of something than a kernel counts."""
     assert isinstance(dispatch.row, GpuRow)
     try:
         made = dispatch.row.launches(dispatch.call, dispatch.workspace)
     except PlanError as error:
         raise PlanError(f"{dispatch.call.label}: {error}") from None
-    kept, follows = list[Launch](), True  # what it was made to follow
+    kept, last_is_kept = list[Launch](), True
     for launch in made:
         if max(launch.groups) > MOST_GROUPS:
             raise PlanError(
@@ -99,6 +99,6 @@ def launches(dispatch: Dispatch) -> list[Launch]:
                 "GPU starts at once. Take fewer --tokens or a smaller model."
             )
         if all(launch.groups):
-            kept.append(launch if follows else replace(launch, independent=False))
-        follows = all(launch.groups)
+            kept.append(launch if last_is_kept else replace(launch, independent=False))
+        last_is_kept = all(launch.groups)
     return kept
