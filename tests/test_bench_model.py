@@ -232,6 +232,7 @@ def test_krnl_keeps_within_a_limit_and_says_so() -> None:
 def update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Callable[[], Update]]:
     """`training_step` of a tiny model; the process itself takes as much memory at any time."""
     monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
+    monkeypatch.setattr("krnl.training.memory.DRAWING", 0)
     write(SHAPES["smollm2-135m"] | model.QUICK_SIZES, "tiny", tmp_path)
     opened = Model.open(str(tmp_path))
     work = [Rows(2, 32).packed(opened.config.vocab_size)]

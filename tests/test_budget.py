@@ -368,3 +368,14 @@ def test_a_plan_holds_what_the_run_holds_when_memory_is_measured(
         act()
         seen.append(events[: events.index("measured") + 1])
     assert seen[0] == seen[1] == ["rows", "rows", "adapter", "measured"]
+
+
+def test_where_the_picture_takes_most_no_activation_counts(tmp_path, model, data, monkeypatch):
+    """The plan has what drawing takes beyond training, and a shortage is not put on --tokens."""
+    config = small_settings(model, data, tmp_path)
+    most = 1 << 30
+    monkeypatch.setattr(krnl.training.memory, "DRAWING", most)
+    use = plan_run(config, CpuBackend(), F32).plan.use
+    assert use.drawing > 0 and use.total - use.process == most
+    planned = plan_run(replace(config, memory_limit=0.5), CpuBackend(), F32).plan
+    assert "raise the limit" in planned.shortage() and "--tokens" not in planned.shortage()

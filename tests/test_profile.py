@@ -116,6 +116,7 @@ def test_a_profile_within_a_limit_is_that_of_the_run(monkeypatch):
     """What is computed again is timed, and said."""
     monkeypatch.setattr(krnl.profile, "ROUNDS", 1)
     monkeypatch.setattr("krnl.training.memory._resident", lambda: 2**26)
+    monkeypatch.setattr("krnl.training.memory.DRAWING", 0)
     monkeypatch.setattr("krnl.profile.plan_within", watched := Watched())
     profile_run(CONFIG, gate=OpenGate())
     kept = watched.planned.use.total

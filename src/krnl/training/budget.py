@@ -75,7 +75,9 @@ class BudgetedPlan:
             f"This run needs {gib(use.total)}, which is {gib(self.over)} more than "
             f"{budget.source} ({gib(budget.nbytes)}). "
         )
-        if (others := use.total - activations) > budget.nbytes:
+        # Where the picture at the end takes more than training, activations do not count.
+        others = use.total if use.drawing else use.total - activations
+        if others > budget.nbytes:
             advice = "raise the limit, or " if budget.source == LIMIT else ""
             return (
                 f"{said}Weights, adapter and the rest alone take {gib(others)}, whatever the "
