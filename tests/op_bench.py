@@ -24,7 +24,7 @@ from krnl.plan.buffer import Buffer, Kind
 from krnl.plan.lower import Table, lower
 from krnl.plan.op import Op, Parameter
 from krnl.plan.step import Step
-from op_cases import Case, allowance
+from op_cases import CASE, Case, allowance
 
 Draw = Callable[[Any], Any]
 EXAMPLES = int(os.environ.get("KRNL_TEST_EXAMPLES", "40"))  # drawn calls of an op
@@ -34,9 +34,6 @@ GUARD = 24  # elements around an output; no multiple of a vector, so that output
 WEIGHTS = {"w", "w_gate", "w_up", "table"}
 FLOATS = (BF16, F32, F16)
 HANDS_OVER = 6  # the constant of gemm_wgmma that says so
-# Tokens, heads and key heads, where blocks of a cluster have several tiles to sum, and where some
-# have none.
-KEYS_TO_SHARE = ((270, 3, 1), (70, 2, 2), (130, 4, 2))
 ATTRIBUTES = {"eps": 1e-5, "scale": 0.125, "sign": 1.0, "rate": 0.5, "stream": 7}
 
 
@@ -320,6 +317,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "long": {"n": 1, "c": 1028, "f": 516, "v": 2051, "t": 9, "m": 1500, "d": 16, "p": 8, "q": 8}
     | {"o": (516,), "r": (16,), "elements": 40001},
 }
+
+
+def few_keys(activation: DType, d: int) -> Iterator[Chosen]:
+    """Calls of attention's backward in which the blocks of a cluster have several tiles to sum, and
+    in which some have none."""
+    for n, h, g in ((270, 3, 1), (70, 2, 2), (130, 4, 2)):
+        dims = {"n": n, "h": h, "g": g, "d": d}
+        yield Chosen(CASE["attention_backward"], activation, dims, live=n - 3)
 
 
 def chosen(

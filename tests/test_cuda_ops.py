@@ -17,13 +17,12 @@ from krnl.plan.lower import Table, lower
 from op_bench import (
     EXAMPLES,
     HANDS_OVER,
-    KEYS_TO_SHARE,
     SIZES,
     Bench,
-    Chosen,
     Draw,
     check_drawn,
     chosen,
+    few_keys,
     keys_shared_by,
     of_every_type,
 )
@@ -109,13 +108,12 @@ def test_a_call_for_the_sanitizer(name: str, activation: DType) -> None:
 @pytest.mark.parametrize("activation", [BF16, F16], ids=str)
 def test_every_split_of_gradients_of_keys_is_right(activation: DType, d: int) -> None:
     """Twice the same bits."""
-    backend, case = cuda(), CASE["attention_backward"]
+    backend = cuda()
     kernels = backend.kernels
     if not (isinstance(kernels, CudaTable) and kernels.target.hopper):
         pytest.skip("it is Hopper that has clusters")
     try:
-        for (n, h, g), split in product(KEYS_TO_SHARE, key_splits(d)):
-            bench = Chosen(case, activation, {"n": n, "h": h, "g": g, "d": d}, live=n - 3)
+        for bench, split in product(few_keys(activation, d), key_splits(d)):
             backend.kernels = keys_shared_by(split)
             bench.check(backend)
             np.testing.assert_equal(bench.run(backend), bench.run(backend))

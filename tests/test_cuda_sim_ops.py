@@ -28,13 +28,13 @@ from krnl.plan.lower import Table
 from krnl.plan.step import Call
 from op_bench import (
     EXAMPLES,
-    KEYS_TO_SHARE,
     SIZES,
     Bench,
     Chosen,
     Draw,
     check_drawn,
     chosen,
+    few_keys,
     forget_last_keys,
     hide_last_keys,
     keys_shared_by,
@@ -205,10 +205,8 @@ def test_every_tiling_of_products_on_hopper(tiling: gemm_wgmma.Tiling) -> None:
 )
 def test_every_split_of_gradients_of_keys_on_hopper(d: int, split: int) -> None:
     """In two orders of threads the same bits."""
-    for n, h, g in KEYS_TO_SHARE:
-        dims = {"n": n, "h": h, "g": g, "d": d}
-        bench = Chosen(CASE["attention_backward"], BF16, dims, live=n - 3)
-        kernels = keys_shared_by(split)
+    kernels = keys_shared_by(split)
+    for bench in few_keys(BF16, d):
         bench.check(SimulatedCudaBackend(kernels=kernels, order=SHUFFLED))
         first = bench.run(SimulatedCudaBackend(kernels=kernels))
         again = SimulatedCudaBackend(kernels=kernels, order=BACKWARD, beside=True)

@@ -23,7 +23,7 @@ from krnl.plan.arena import Plan
 from krnl.training.budget import LIMIT, BudgetedPlan, plan_within
 from krnl.training.config import TrainConfig
 from krnl.training.memory import gib
-from krnl.training.prepare import adapter_config, linear_layers, load_data, starting_adapter
+from krnl.training.prepare import adapter_config, counted, load_data, starting_adapter
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def print_plan(planned: Planned, console: Console, dispatches: bool) -> None:
     capacity = training.programs.capacity
     console.print(
         f"[bold]{escape(planned.name)}[/] on {planned.backend.name} in {planned.precision}: "
-        f"passes of up to {capacity:,} tokens, adapters on {linear_layers(planned.layers)}, "
+        f"passes of up to {capacity:,} tokens, adapters on "
+        f"{counted(planned.layers, 'linear layer')}, "
         f"{planned.trained:,} trained parameters"
         + ("" if planned.has_weights else " (no weights here: their files are imagined)"),
         highlight=False,

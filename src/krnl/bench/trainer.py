@@ -145,9 +145,7 @@ def training_step(
         nonlocal updates, first
         updates += 1
         start = time.perf_counter()
-        session.accumulate(first)
-        for work in passes[1:]:
-            session.accumulate(session.inputs_of(work, updates))
+        session.accumulate_all(passes, updates, first)
         # While the device computes, as in training.
         first = session.inputs_of(passes[0], updates + 1)
         mean = 1 / (targets * session.loss_scale)

@@ -26,7 +26,7 @@ from krnl.training.config import TrainConfig
 from krnl.training.loss_scale import LossScale, initial_scale
 from krnl.training.memory import gib
 from krnl.training.metrics import METRICS, PICTURE, Display, Metrics, draw
-from krnl.training.prepare import ADAPTERS_OWN, Data, linear_layers, load_data, starting_adapter
+from krnl.training.prepare import ADAPTERS_OWN, Data, counted, load_data, starting_adapter
 from krnl.training.schedule import hyper, learning_rate
 from krnl.training.session import Session
 from krnl.training.signals import stop_signals
@@ -51,7 +51,7 @@ class Result:
         """The lines that end a run."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         took = f"{self.seconds:.1f} s, {rate:,.0f} tokens/s"
-        lines = [f"{_count(self.updates, 'update')} in {took}"]
+        lines = [f"{counted(self.updates, 'update')} in {took}"]
         if self.skipped:
             lines.append(f"{self.skipped:,} of them skipped, as their gradients overflowed fp16")
         if None not in (self.first_val_loss, self.best_val_loss, self.last_val_loss):
@@ -193,11 +193,9 @@ class Run:
         rows, passes = batch.rows, batch.passes
         tokens, targets = sum(w.live for w in passes), sum(len(w.target) for w in passes)
         scale = self.session.loss_scale = self.scale.value
-        # While a GPU computes a pass, the inputs of the next are made, at last of the next update.
-        self.session.accumulate(batch.first)
-        for work in passes[1:]:
-            self.session.accumulate(self.session.inputs_of(work, step))
+        self.session.accumulate_all(passes, step, batch.first)
         del batch, passes  # before as much is made again
+        # While a GPU computes the last pass.
         self.ahead = self._batch(step + 1) if step < len(self.order) else None
         c = self.config
         lr = learning_rate(step, len(self.order), c.lr, c.warmup, c.schedule)
@@ -342,11 +340,11 @@ class Run:
         trained = sum(a.size + b.size for a, b in modules.values())
         self.console.print(
             f"{model.config.name} on {self.backend.name} in {self.activation}: adapters on "
-            f"{linear_layers(len(modules))}, {trained:,} trained parameters, at most "
+            f"{counted(len(modules), 'linear layer')}, {trained:,} trained parameters, at most "
             f"{gib(self.plan.use.total)} of memory\n"
             + (f"{again}\n" if (again := self.plan.recomputed) else "")
-            + f"{_count(len(self.order), 'update')} of up to "
-            + f"{_count(max(len(rows) for rows in updates), 'row')}\n"
+            + f"{counted(len(self.order), 'update')} of up to "
+            + f"{counted(max(len(rows) for rows in updates), 'row')}\n"
             + self.data.train.report.describe(
                 live_share(work for passes in epoch for work in passes)
             ),
@@ -370,7 +368,7 @@ class Run:
             )
         if c.warmup >= len(self.order):
             self.console.print(
-                f"note: the learning rate rises over {_count(c.warmup, 'update')}, so it never "
+                f"note: the learning rate rises over {counted(c.warmup, 'update')}, so it never "
                 f"comes to {c.lr:g}",
                 soft_wrap=True,
             )
@@ -380,10 +378,6 @@ class Run:
                 "would scale this adapter wrongly",
                 soft_wrap=True,
             )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _perplexity(loss: float) -> float:

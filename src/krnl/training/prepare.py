@@ -65,6 +65,6 @@ def adapter_config(config: TrainConfig) -> AdapterConfig:
     )
 
 
-def linear_layers(count: int) -> str:
-    """So many matrices that have an adapter, for people."""
-    return f"{count} linear {'layer' if count == 1 else 'layers'}"
+def counted(number: int, what: str) -> str:
+    """So many of something, for people."""
+    return f"{number:,} {what}" + "s" * (number != 1)

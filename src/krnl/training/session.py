@@ -1,5 +1,6 @@
 """A training session: programs planned and compiled for a device, passes fed in, sums read out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,13 @@ class Session:
         assert inputs.shape == self._inputs.whole.shape
         self._memory.write(self._inputs.whole, inputs)
         self._accumulate.run()
+
+    def accumulate_all(self, passes: Sequence[Pass], update: int, first: np.ndarray) -> None:
+        """Adds the passes of an update, `first` being the inputs of the first. Those of each other
+        are made while a GPU computes the one before."""
+        self.accumulate(first)
+        for work in passes[1:]:
+            self.accumulate(self.inputs_of(work, update))
 
     def time_accumulate(self, inputs: np.ndarray) -> list[float]:
         """Seconds of every dispatch of `accumulate`, run one by one."""
