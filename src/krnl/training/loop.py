@@ -366,7 +366,7 @@ class Run:
                 f"--max-length {known} would cut them",
                 soft_wrap=True,
             )
-        if c.warmup >= len(self.order):
+        if c.warmup > len(self.order):
             self.console.print(
                 f"note: the learning rate rises over {counted(c.warmup, 'update')}, so it never "
                 f"comes to {c.lr:g}",
